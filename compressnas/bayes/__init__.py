@@ -1,0 +1,1 @@
+"""Sparse Bayesian learning over groups of weights: variance updates, curvature, penalty, the loop over a network."""

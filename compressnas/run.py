@@ -1,0 +1,318 @@
+"""The main path: data, model, decision, removal, fine-tuning, measuring, export, report; top to bottom."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressnas import __version__
+from compressnas.baselines import magnitude
+from compressnas.bayes.prune import Decision, bayes_prune
+from compressnas.data import DataSet, load_data
+from compressnas.errors import InputError
+from compressnas.export import Check, export_onnx, onnx_metadata
+from compressnas.files import write_whole
+from compressnas.groups import modules_with_weights, structure
+from compressnas.latency import interleaved
+from compressnas.measure import cost, theoretical_flops
+from compressnas.models import BUILDERS
+from compressnas.progress import Progress
+from compressnas.recipe import Recipe, recipe_hash, to_yaml
+from compressnas.report import write_report
+from compressnas.slim import SlimArch
+from compressnas.surgery import Proof, Removal, remove
+from compressnas.train import Work, evaluate, fit, make_work
+from compressnas.weights import load_weights, save_weights
+
+PROOF_IMAGES = 64
+
+
+def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: Progress, command: str) -> Path:
+    """Carry out a recipe in the folder `out`, and return it.
+
+    Raises:
+        InputError: the recipe, its data, its weights or the folder cannot be used.
+        RunFailed: the proof or the verification of the ONNX file failed.
+    """
+    _open_folder(recipe, out, resume, overwrite)
+    progress.log_to(out / "log.txt")
+    work = make_work(recipe.device, recipe.seed, recipe.threads, progress, out / "checkpoint")
+    _write_facts(recipe, out, command, work)
+
+    data = load_data(recipe.data, recipe.seed)
+    dense = _dense(recipe, data, work, out)
+    example = data.train[0][0][None].to(work.device)
+    decision = METHODS[recipe.method.kind](dense, data, recipe, work)
+    images = _images(data).to(work.device)
+    small, slim, removal, proof = remove(
+        decision.model, example, decision.slim, images, recipe.export.select_inputs != "never"
+    )
+    slim.save(out / "slim.json")
+    progress.say(
+        f"removed: {structure(dense)} -> {structure(small)}, masked = removed to {proof.max_relative_difference:.0e}"
+    )
+    if recipe.method.kind == "given" and recipe.method.fresh:
+        _start_afresh(small, recipe.seed)
+    small = fit(small, data, recipe.finetune, work, stage="finetune", after_step=_keeper(small, removal))
+    save_weights(small, out / "weights.safetensors")
+    _write_lines(out / "history.jsonl", [record for stage in work.history.values() for record in stage])
+
+    networks = {"dense": dense.cpu(), "slim": small.cpu()}
+    checks, notes = _export(recipe, out, data, networks, images.cpu(), proof)
+    _write_points(recipe, out, data, networks, checks)
+    result = _result(recipe, decision, slim, removal, proof, networks, checks["slim"], notes)
+    write_whole(out / "result.json", json.dumps(result, indent=1, sort_keys=True))
+    write_report(out)
+    return out
+
+
+# ---------------------------------------------------------------- the steps
+
+
+def _open_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> None:
+    """Make the run folder, or accept the one that is there."""
+    text = to_yaml(recipe)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not out.is_dir():
+            raise InputError(f"output {out}: a file is there; name a folder")
+        if not (resume or overwrite):
+            raise InputError(f"output {out}: the folder exists; use --resume, --overwrite, or another --out")
+        known = (out / "recipe.yaml").is_file()
+        if overwrite and not known:
+            raise InputError(f"output {out}: not a run folder (no recipe.yaml in it), so it is not overwritten")
+        if overwrite:
+            shutil.rmtree(out)
+        elif known and (out / "recipe.yaml").read_text(encoding="utf-8") != text:
+            raise InputError(f"output {out}: it holds a run of another recipe; use --overwrite, or another --out")
+    try:
+        (out / "checkpoint").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the run folder {out}: {error.strerror}") from error
+    write_whole(out / "recipe.yaml", text)
+
+
+def _dense(recipe: Recipe, data: DataSet, work: Work, out: Path) -> nn.Module:
+    """The dense network: built, then loaded from a checkpoint, trained, or both."""
+    torch.manual_seed(recipe.seed)
+    model = BUILDERS[recipe.model.name](data.shape, len(data.classes))
+    if recipe.model.weights is not None:
+        load_weights(model, Path(recipe.model.weights))
+    if recipe.train is not None:
+        model = fit(model, data, recipe.train, work, stage="train")
+    save_weights(model, out / "dense.safetensors")
+    return model.to(work.device)
+
+
+Method = Callable[[nn.Module, DataSet, Recipe, Work], Decision]
+
+
+def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+    assert recipe.method.kind == "bayes"
+    return bayes_prune(dense, data, recipe.method, work)
+
+
+def _magnitude(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+    assert recipe.method.kind == "magnitude"
+    slim, facts = magnitude(dense, data.train[0][0][None].to(work.device), recipe.method, recipe.seed)
+    return Decision(dense, slim, facts)
+
+
+def _given(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+    assert recipe.method.kind == "given"
+    return Decision(dense, SlimArch.load(recipe.method.path), {})
+
+
+METHODS: dict[str, Method] = {"bayes": _bayes, "magnitude": _magnitude, "given": _given}
+
+
+def _start_afresh(model: nn.Module, seed: int) -> None:
+    """New weights for every layer, as the layers themselves draw them."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def _keeper(model: nn.Module, removal: Removal) -> Callable[[], bool] | None:
+    """What keeps weights at zero that are gone in theory only."""
+    if not removal.masks:
+        return None
+    parameters = dict(model.named_parameters())
+
+    @torch.no_grad()
+    def keep() -> bool:
+        for name, mask in removal.masks.items():
+            parameters[name].mul_(mask)
+        return False
+
+    return keep
+
+
+def _images(data: DataSet) -> Tensor:
+    """Real images for the proof and the checks: of the validation split, so that the test split is read once."""
+    return data.validation.__getitems__(range(min(PROOF_IMAGES, len(data.validation))))[0]
+
+
+def _export(
+    recipe: Recipe, out: Path, data: DataSet, networks: Mapping[str, nn.Module], images: Tensor, proof: Proof
+) -> tuple[dict[str, Check], list[str]]:
+    """Write and verify the ONNX files, the dense one for comparison."""
+    facts = {name: cost(network, images[:1]) for name, network in networks.items()}
+    extra = {
+        "recipe_hash": recipe_hash(recipe),
+        "flops_before": facts["dense"].flops,
+        "flops_after": facts["slim"].flops,
+        "flops_convention": "fvcore: one per multiply-add",
+        "proof": proof.verdict,
+        "compressnas": __version__,
+    }
+    metadata = onnx_metadata(data.classes, data.shape, data.mean, data.std, extra)
+    files = {"dense": out / "checkpoint" / "dense.onnx", "slim": out / "model.onnx"}
+    checks = {}
+    for name, path in files.items():
+        checks[name] = export_onnx(networks[name], images, path, metadata)
+    return checks, []
+
+
+def _write_points(
+    recipe: Recipe, out: Path, data: DataSet, networks: Mapping[str, nn.Module], checks: Mapping[str, Check]
+) -> None:
+    """Measure dense and slim; the only place that reads the test split."""
+    files = {"dense": out / "checkpoint" / "dense.onnx", "slim": out / "model.onnx"}
+    times = interleaved(files, data.shape)
+    points = []
+    for name, network in networks.items():
+        example = _images(data)[:1]
+        whole, free = cost(network, example), theoretical_flops(network, example)
+        points.append(
+            {
+                "point": name,
+                "error": evaluate(network, data.test, "cpu"),
+                "validation_error": evaluate(network, data.validation, "cpu"),
+                "flops": whole.flops,
+                "flops_theoretical": free[0],
+                "flops_bias_convention": whole.flops_bias_convention,
+                "params": whole.params,
+                "bytes": checks[name].bytes,
+                "latency_p50_ms": times[name].p50_ms,
+                "latency_p90_ms": times[name].p90_ms,
+                "structure": structure(network),
+                "uncounted": dict(whole.uncounted),
+            }
+        )
+    _write_lines(out / "points.jsonl", points)
+
+
+def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    write_whole(path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in records))
+
+
+# ---------------------------------------------------------------- what the report reads
+
+
+def _result(
+    recipe: Recipe,
+    decision: Decision,
+    slim: SlimArch,
+    removal: Removal,
+    proof: Proof,
+    networks: Mapping[str, nn.Module],
+    check: Check,
+    notes: list[str],
+) -> dict[str, Any]:
+    groups = {name: {**facts, "kept": list(slim.kept[name])} for name, facts in decision.groups.items()}
+    theoretical = {n: int((mask == 0).sum()) for n, mask in removal.masks.items()}
+    rule = getattr(recipe.method, "rule", recipe.method.kind)
+    return {
+        "layers": _layers(slim, removal, networks),
+        "groups": groups,
+        "rule": {"name": rule, "threshold": getattr(recipe.method, "threshold", None) if rule == "threshold" else None},
+        "proof": {
+            "verdict": proof.verdict,
+            "max_relative_difference": proof.max_relative_difference,
+            "tolerance": proof.tolerance,
+            "images": proof.images,
+            "left_alone": [{"set": name, "reason": reason} for name, reason in proof.left_alone],
+            "realised": {name: len(gone) for name, gone in removal.units.items()},
+            "theoretical_only": theoretical,
+        },
+        "check": {**vars(check), "by_batch": {str(size): value for size, value in check.by_batch.items()}},
+        "notes": [*decision.notes, *notes],
+    }
+
+
+def _layers(slim: SlimArch, removal: Removal, networks: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """What stayed of each layer: shapes, units, inputs, kernel positions."""
+    small = dict(modules_with_weights(networks["slim"]))
+    layers = []
+    for name, layer in modules_with_weights(networks["dense"]):
+        after, weight = small[name], layer.weight
+        gone = set(removal.units.get(f"{name}.out", ()))
+        facts: dict[str, Any] = {
+            "name": name,
+            "kind": "linear" if isinstance(layer, nn.Linear) else "conv",
+            "before": list(weight.shape),
+            "after": list(after.weight.shape),
+            "kept_out": [i for i in range(weight.shape[0]) if i not in gone],
+            "kept_in": None,
+            "weights_nonzero": int((after.weight != 0).sum()),
+        }
+        if f"{name}.in" in slim.kept:
+            facts["kept_in"] = list(slim.kept[f"{name}.in"])
+        if f"{name}.shape" in slim.kept:
+            positions = torch.zeros(weight[0].numel())
+            positions[list(slim.kept[f"{name}.shape"])] = 1
+            facts["kept_positions"] = positions.reshape(weight.shape[1:]).int().tolist()
+        layers.append(facts)
+    return layers
+
+
+_PACKAGES = (
+    "torch", "torchvision", "torch-pruning", "fvcore", "onnx", "onnxruntime", "onnxscript", "accelerate", "numpy",
+)  # fmt: skip
+
+
+def _write_facts(recipe: Recipe, out: Path, command: str, work: Work) -> None:
+    versions = {"compressnas": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    machine = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "device": str(work.device),
+        "python": sys.version.split()[0],
+    }
+    facts = {
+        "command": command,
+        "recipe": recipe.model.name,
+        "recipe_hash": recipe_hash(recipe),
+        "seed": recipe.seed,
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": versions,
+        "machine": machine,
+    }
+    write_whole(out / "facts.json", json.dumps(facts, indent=1, sort_keys=True))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

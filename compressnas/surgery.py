@@ -1,0 +1,393 @@
+"""Find groups, remove groups, prove the removal. With baselines.py the only file that knows torch_pruning."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch_pruning as tp
+from torch import Tensor, nn
+
+from compressnas.errors import InputError, RunFailed
+from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
+from compressnas.layers import CroppedConv2d, SelectLinear
+from compressnas.slim import SlimArch
+
+TOLERANCE = 1e-9  # relative difference in float64 up to which two networks are the same
+
+# ---------------------------------------------------------------- finding
+
+
+@dataclass(frozen=True)
+class Found:
+    """Group sets of a network, and what is left alone: (set name, reason)."""
+
+    sets: tuple[GroupSet, ...]
+    left_alone: tuple[tuple[str, str], ...] = ()
+
+
+def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Found:
+    """Group sets of the given kinds, each tried before it is offered.
+
+    The dependency graph proposes; a trial on a float64 copy with random weights disposes: one group of each output
+    set is removed, and the result is compared with masking it.
+
+    Args:
+        model: the network; not changed.
+        example: (B, C, H, W) an input.
+        kinds: of filter (convolutions), row (linear layers), coupled (both, incoming and outgoing weights), column
+            (inputs of linear layers) and shape (kernel positions).
+
+    Raises:
+        InputError: a kind that this network has no group of, or coupled beside filter or row.
+    """
+    if "coupled" in kinds and {"filter", "row"} & set(kinds):
+        raise InputError("groups: coupled holds what filter and row hold; name it alone or with column or shape")
+    proposed = output_sets(model, example)
+    left_alone = _tried(model, example, proposed)
+    sound = [s for s in proposed if s.name not in left_alone]
+    found: list[GroupSet] = []
+    for kind in kinds:
+        of_kind = _sets_of_kind(model, sound, kind)
+        if not of_kind:
+            raise InputError(f"groups: this network has no group of kind {kind}" + _hint(kind))
+        found += of_kind
+    order = [name for name, _ in modules_with_weights(model)]
+    found.sort(key=lambda s: (order.index(s.name.rpartition(".")[0]), s.kind not in ("column", "shape")))
+    return Found(tuple(found), tuple(left_alone.items()))
+
+
+def _hint(kind: str) -> str:
+    return {"filter": " (no convolution; row is for linear layers)", "shape": " (no convolution)"}.get(kind, "")
+
+
+def _sets_of_kind(model: nn.Module, outputs: Sequence[GroupSet], kind: str) -> list[GroupSet]:
+    if kind == "coupled":
+        return list(outputs)
+    if kind in ("column", "shape"):
+        suffix, layer_type = ("in", nn.Linear) if kind == "column" else ("shape", nn.Conv2d)
+        return [_own_set(f"{n}.{suffix}", m) for n, m in modules_with_weights(model) if isinstance(m, layer_type)]
+    layer_type = nn.Conv2d if kind == "filter" else nn.Linear
+    chosen = [s for s in outputs if isinstance(model.get_submodule(s.name.removesuffix(".out")), layer_type)]
+    return [GroupSet(s.name, kind, s.size, s.members[:1], s.readers, s.writers) for s in chosen]
+
+
+def _own_set(name: str, layer: nn.Conv2d | nn.Linear) -> GroupSet:
+    """Columns (`.in`) or kernel positions (`.shape`) of one layer: what reads a group is the group itself."""
+    axes = (1,) if name.endswith(".in") else (1, 2, 3)
+    size = math.prod(layer.weight.shape[a] for a in axes)
+    member = Member(name.rpartition(".")[0] + ".weight", axes, torch.arange(size, device=layer.weight.device))
+    return GroupSet(name, "column" if axes == (1,) else "shape", size, (member,), (member,))
+
+
+def output_sets(model: nn.Module, example: Tensor) -> list[GroupSet]:
+    """One coupled group set per layer whose output units can be removed, in order of registration.
+
+    Members are the incoming weights of a unit (of its own layer first), then the outgoing ones; readers the outgoing
+    ones, writers the biases. The last layer is left out: its units are the classes.
+    """
+    graph = _graph(model, example)
+    names = {module: name for name, module in model.named_modules()}
+    sets: list[GroupSet] = []
+    covered: set[str] = set()
+    for name, layer in list(modules_with_weights(model))[:-1]:
+        if name in covered:
+            continue
+        units, items = layer.weight.shape[0], _group(graph, layer, range(layer.weight.shape[0])).items
+        incoming, outgoing, writers = [], [], []
+        for item in items:
+            target = item.dep.target.module
+            if not isinstance(target, nn.Conv2d | nn.Linear):
+                continue
+            reads = graph.is_in_channel_pruning_fn(item.dep.handler)
+            group_of = torch.full((target.weight.shape[int(reads)],), -1, device=target.weight.device)
+            group_of[torch.tensor(item.idxs)] = torch.tensor(item.root_idxs, device=group_of.device)
+            member = Member(f"{names[target]}.weight", (int(reads),), group_of)
+            if reads:
+                outgoing.append(member)
+                continue
+            incoming.append(member)
+            covered.add(names[target])
+            if target.bias is not None:
+                writers.append(Member(f"{names[target]}.bias", (0,), group_of))
+        members = (*incoming, *outgoing)
+        sets.append(GroupSet(f"{name}.out", "coupled", units, members, tuple(outgoing), tuple(writers)))
+    return sets
+
+
+def _graph(model: nn.Module, example: Tensor) -> tp.DependencyGraph:
+    return tp.DependencyGraph().build_dependency(model, example)
+
+
+def _group(graph: tp.DependencyGraph, layer: nn.Module, units: Sequence[int]) -> tp.dependency.Group:
+    prune = tp.prune_conv_out_channels if isinstance(layer, nn.Conv2d) else tp.prune_linear_out_channels
+    return graph.get_pruning_group(layer, prune, idxs=list(units))
+
+
+def pruning_group(model: nn.Module, example: Tensor, name: str) -> tp.dependency.Group:
+    """torch-pruning's own group of all units of the output set `name`, as its importances take it."""
+    layer = dict(modules_with_weights(model))[name.removesuffix(".out")]
+    return _group(_graph(model, example), layer, range(layer.weight.shape[0]))
+
+
+def _tried(model: nn.Module, example: Tensor, proposed: Sequence[GroupSet]) -> dict[str, str]:
+    """Group sets whose one-group trial fails, with the reason."""
+    left_alone = {}
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        for tensor in trial.parameters():
+            scale = 1 / math.sqrt(max(1, tensor[0].numel())) if tensor.dim() > 1 else 1.0
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * scale)
+    example = example.double()
+    inputs = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)
+    for group_set in proposed:
+        if group_set.size < 2:
+            left_alone[group_set.name] = "it has a single unit"
+            continue
+        kept = tuple(i for i in range(group_set.size) if i != group_set.size // 2)
+        slim = SlimArch({group_set.name: kept}, {group_set.name: group_set.size})
+        try:
+            difference = relative_difference(masked(trial, example, slim), _removed(trial, example, slim)[0], inputs)
+        except (RuntimeError, IndexError, ValueError, KeyError, AttributeError) as error:
+            left_alone[group_set.name] = f"removing one unit fails: {error}"
+            continue
+        if not difference <= TOLERANCE:
+            left_alone[group_set.name] = f"removing one unit changes the output by {difference:.1e}"
+    return left_alone
+
+
+# ---------------------------------------------------------------- masking and removing
+
+
+def masked(model: nn.Module, example: Tensor, slim: SlimArch) -> nn.Module:
+    """A copy of the network in which everything that reads a removed group is zero.
+
+    Raises:
+        InputError: the decision names a group set that the network does not have, or of another size.
+    """
+    result = copy.deepcopy(model)
+    weights = weights_of(result)
+    for group_set in _sets_named(result, example, slim):
+        mask_groups(group_set.readers, weights, slim.kept[group_set.name], group_set.size)
+    return result
+
+
+def _sets_named(model: nn.Module, example: Tensor, slim: SlimArch) -> list[GroupSet]:
+    known = {s.name: s for s in output_sets(model, example)}
+    for name, layer in modules_with_weights(model):
+        own = _own_set(f"{name}.in" if isinstance(layer, nn.Linear) else f"{name}.shape", layer)
+        known[own.name] = own
+    for name, size in slim.sizes.items():
+        if name not in known:
+            raise InputError(f"the decision names group set {name}, which this network does not have: {sorted(known)}")
+        if known[name].size != size:
+            raise InputError(f"group set {name} has {known[name].size} groups here, {size} in the decision")
+    return [known[name] for name in slim.sizes]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What became of a decision.
+
+    Attributes:
+        units: group set -> indices of the units that are physically gone, decided or left without a reader.
+        selected: linear layer -> how many of its input features it still reads, by selection.
+        cropped: convolution -> its kernel size before and after.
+        masks: parameter of the removed network -> 0/1, for weights that stay zero without being removed.
+    """
+
+    units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    selected: Mapping[str, int] = field(default_factory=dict)
+    cropped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _removed(
+    model: nn.Module, example: Tensor, slim: SlimArch, select_inputs: bool = True
+) -> tuple[nn.Module, Removal]:
+    """The network without the removed groups, a function of the decision alone: incidental zeros do not matter.
+
+    What is idle is read off a pattern network of ones, masked by the decision; the real one follows step by step.
+    """
+    small, pattern = masked(model, example, slim), copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in pattern.parameters():
+            tensor.fill_(1.0)
+    pattern = masked(pattern, example, slim)
+    units = _idle_units(pattern, output_sets(pattern, example))
+    for network in (small, pattern):
+        _remove_units(network, example, units)
+    selected = _select_inputs((small, pattern)) if select_inputs else {}
+    cropped = _crop_kernels((small, pattern), slim)
+    masks = {n: w.clone() for n, w in weights_of(pattern).items() if bool((w == 0).any())}
+    return small, Removal(units, selected, cropped, masks)
+
+
+def _idle_units(pattern: nn.Module, sets: Sequence[GroupSet]) -> dict[str, tuple[int, ...]]:
+    """Units whose every reader is zero, and those that only such units read, and so on. One unit of a set stays."""
+    weights = weights_of(pattern)
+    idle: dict[str, tuple[int, ...]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for group_set in sets:
+            read = torch.zeros(group_set.size, device=next(pattern.parameters()).device)
+            for member in group_set.readers:
+                read += member.sums(weights[member.parameter].abs(), group_set.size)
+            gone = (read == 0).nonzero()[:, 0].tolist()
+            if len(gone) == group_set.size:
+                gone = gone[1:]
+            if len(gone) > len(idle.get(group_set.name, ())):
+                idle[group_set.name], changed = tuple(gone), True
+                kept = sorted(set(range(group_set.size)) - set(gone))
+                incoming = [m for m in group_set.members if m not in group_set.readers]
+                mask_groups((*incoming, *group_set.writers), weights, kept, group_set.size)
+    return idle
+
+
+def _remove_units(network: nn.Module, example: Tensor, units: Mapping[str, tuple[int, ...]]) -> None:
+    graph = _graph(network, example)
+    for name, gone in units.items():
+        _group(graph, network.get_submodule(name.removesuffix(".out")), gone).prune()
+
+
+def _select_inputs(networks: tuple[nn.Module, nn.Module]) -> dict[str, int]:
+    """Put a SelectLinear where whole columns are zero."""
+    selected = {}
+    for name, layer in list(modules_with_weights(networks[1])):
+        if isinstance(layer, nn.Linear):
+            read = layer.weight.abs().sum(0).nonzero()[:, 0]
+            if 0 < len(read) < layer.in_features:
+                selected[name] = len(read)
+                for network in networks:
+                    dense = network.get_submodule(name)
+                    assert isinstance(dense, nn.Linear)  # the two networks are twins
+                    network.set_submodule(name, SelectLinear(dense, read))
+    return selected
+
+
+def _crop_kernels(
+    networks: tuple[nn.Module, nn.Module], slim: SlimArch
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Put a CroppedConv2d where border rows or columns of every kernel are zero."""
+    cropped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name, layer in list(modules_with_weights(networks[1])):
+        if not isinstance(layer, nn.Conv2d) or f"{name}.shape" not in slim.sizes or layer.padding_mode != "zeros":
+            continue
+        used = layer.weight.abs().sum((0, 1))  # (kh, kw)
+        rows, columns = used.sum(1).nonzero()[:, 0].tolist(), used.sum(0).nonzero()[:, 0].tolist()
+        if not rows or (len(range(rows[0], rows[-1] + 1)), len(range(columns[0], columns[-1] + 1))) == used.shape:
+            continue
+        for network in networks:
+            dense = network.get_submodule(name)
+            assert isinstance(dense, nn.Conv2d)  # the two networks are twins
+            small = CroppedConv2d(dense, (rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1))
+            network.set_submodule(name, small)
+        cropped[name] = (tuple(layer.kernel_size), (rows[-1] + 1 - rows[0], columns[-1] + 1 - columns[0]))
+    return cropped
+
+
+def origins(model: nn.Module, example: Tensor, slim: SlimArch) -> dict[str, Tensor]:
+    """Where the weights of the removed network come from: parameter -> flat indices into the original one's.
+
+    A network whose weights are their own indices goes through the same removal.
+    """
+    numbered = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for tensor in numbered.parameters():
+            tensor.copy_(torch.arange(1, tensor.numel() + 1, dtype=torch.float64).reshape(tensor.shape))
+    small, _ = _removed(numbered, example.double(), slim)
+    return {name: weight.long() - 1 for name, weight in weights_of(small).items()}  # -1: masked, not removed
+
+
+# ---------------------------------------------------------------- proving
+
+
+@dataclass(frozen=True)
+class Proof:
+    """That the removed network is the masked one.
+
+    Attributes:
+        verdict: `equal` (the whole decision), or `partly` (some group sets were left alone).
+        max_relative_difference: max |masked - removed| / max |masked| in float64 on `images` real inputs.
+        left_alone: (group set, reason).
+    """
+
+    verdict: str
+    max_relative_difference: float
+    images: int
+    left_alone: tuple[tuple[str, str], ...]
+    tolerance: float = TOLERANCE
+
+
+@torch.no_grad()
+def relative_difference(one: nn.Module, other: nn.Module, inputs: Tensor) -> float:
+    """max |one - other| / max |one|, both in float64 and eval mode; infinity where an output is not finite."""
+    outputs = [copy.deepcopy(m).double().eval()(inputs.double()) for m in (one, other)]
+    difference = float((outputs[0] - outputs[1]).abs().max() / outputs[0].abs().max().clamp(min=1e-300))
+    return difference if math.isfinite(difference) else math.inf
+
+
+Remove = Callable[[nn.Module, Tensor, SlimArch, bool], tuple[nn.Module, Removal]]
+
+
+def remove(
+    model: nn.Module,
+    example: Tensor,
+    slim: SlimArch,
+    images: Tensor,
+    select_inputs: bool = True,
+    remover: Remove = _removed,
+) -> tuple[nn.Module, SlimArch, Removal, Proof]:
+    """Remove what was decided, and prove that the result is the masked network.
+
+    A difference is bisected to the group sets that cause it; they are left alone and the rest is proved again.
+
+    Args:
+        model: the network; not changed.
+        example: (B, C, H, W) an input for the dependency graph.
+        slim: the decision.
+        images: (B, C, H, W) real inputs for the proof.
+        select_inputs: whether unread input features of linear layers are removed by selection.
+        remover: what removes; tests put a faulty one here.
+
+    Returns:
+        The removed network, the decision as it was realised, what became of it, the proof.
+
+    Raises:
+        InputError: the decision does not fit the network.
+        RunFailed: there is something to remove, and no part of it can be proved.
+    """
+    _sets_named(model, example, slim)
+    reasons: dict[str, str] = {}
+
+    def failure(names: Sequence[str]) -> str | None:
+        decision = slim.without(set(slim.sizes) - set(names))
+        try:
+            small, _ = remover(model, example, decision, select_inputs)
+            difference = relative_difference(masked(model, example, decision), small, images)
+        except (RuntimeError, IndexError, ValueError, KeyError, AttributeError) as error:
+            return f"removal fails: {error}"
+        return None if difference <= TOLERANCE else f"removal changes the output by {difference:.1e} (relative)"
+
+    def add(accepted: list[str], names: list[str]) -> list[str]:
+        reason = failure(accepted + names)
+        if reason is None:
+            return accepted + names
+        if len(names) == 1:
+            reasons[names[0]] = reason
+            return accepted
+        half = len(names) // 2
+        return add(add(accepted, names[:half]), names[half:])
+
+    asked = [name for name in slim.sizes if slim.removed(name)]
+    proved = add([], asked) if asked else []
+    if asked and not proved:
+        raise RunFailed("nothing could be proved: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
+    decision = slim.without(set(reasons))
+    small, removal = remover(model, example, decision, select_inputs)
+    difference = relative_difference(masked(model, example, decision), small, images)
+    verdict = "partly" if reasons else "equal"
+    return small, decision, removal, Proof(verdict, difference, len(images), tuple(reasons.items()))

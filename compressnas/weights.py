@@ -1,0 +1,57 @@
+"""Weights on disk: safetensors out; safetensors or weights-only checkpoints in. Never a pickle that runs code."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from compressnas.errors import InputError
+from compressnas.files import whole_file
+from compressnas.train import read_checkpoint
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the state dict as safetensors, whole or not at all."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with whole_file(path) as part:
+        save_file(state, str(part))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a `.safetensors` file or a `torch.save`d checkpoint into `model`, wherever it was saved.
+
+    A checkpoint may hold the state dict itself or under `state_dict` or `model`, and its names may start with
+    `module.`.
+
+    Raises:
+        InputError: the file is missing, damaged, no state dict, or does not fit the model.
+    """
+    if not path.is_file():
+        raise InputError(f"model.weights: no file {path.absolute()}")
+    if path.suffix == ".safetensors":
+        try:
+            state: Any = load_file(str(path), device="cpu")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise InputError(f"cannot read weights {path}: {error}") from error
+    else:
+        state = read_checkpoint(path)
+    for key in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise InputError(f"weights {path}: expected a state dict (names -> tensors)")
+    own, given = model.state_dict(), {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    faults = [f"{name} is missing" for name in own if name not in given]
+    faults += [f"{name} is unknown" for name in given if name not in own]
+    faults += [
+        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in given and given[name].shape != tensor.shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise InputError(f"weights {path} do not fit the model: {'; '.join(faults[:4])}{more}")
+    model.load_state_dict(given)
