@@ -15,7 +15,7 @@ class SelectLinear(nn.Linear):
 
     def __init__(self, dense: nn.Linear, indices: Tensor) -> None:
         """Take over the columns `indices` (sorted, int64) of `dense`, and its bias."""
-        kept = int(indices.numel())
+        kept, self.of = int(indices.numel()), dense.in_features
         super().__init__(kept, dense.out_features, dense.bias is not None, dense.weight.device, dense.weight.dtype)
         self.register_buffer("indices", indices.clone())
         with torch.no_grad():
@@ -26,8 +26,18 @@ class SelectLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input.index_select(-1, self.indices), self.weight, self.bias)
 
+    def whole(self) -> nn.Linear:
+        """The linear layer that reads every feature again, with zeros where this one reads nothing."""
+        dense = nn.Linear(self.of, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype)
+        with torch.no_grad():
+            dense.weight.zero_()
+            dense.weight[:, self.indices] = self.weight
+            if self.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, selected from the input"
+        return f"{super().extra_repr()}, selected from {self.of}"
 
 
 class CroppedConv2d(nn.Conv2d):

@@ -268,6 +268,15 @@ def _select_inputs(networks: tuple[nn.Module, nn.Module]) -> dict[str, int]:
     return selected
 
 
+def without_selection(small: nn.Module) -> nn.Module:
+    """A copy that reads every input feature again: each SelectLinear becomes a linear layer with zero columns."""
+    result = copy.deepcopy(small)
+    for name, layer in list(result.named_modules()):
+        if isinstance(layer, SelectLinear):
+            result.set_submodule(name, layer.whole())
+    return result
+
+
 def _crop_kernels(
     networks: tuple[nn.Module, nn.Module], slim: SlimArch
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,67 +115,70 @@ class _Loop:
     def run(self) -> None:
         settings, work = self.settings, self.work
         self._restore()
-        per_epoch = -(-len(self.data.train) // settings.batch_size)
         loader = work.accelerator.prepare(training_batches(self.data, settings.batch_size, work, STAGE, self.epoch))
-        with work.progress.stage(STAGE, settings.epochs * per_epoch) as step:
-            step(self.epoch * per_epoch)
+        with work.progress.stage(STAGE, settings.epochs * len(loader)) as step:
+            step(self.epoch * len(loader))
             while self.epoch < settings.epochs and not self.reached:
                 self._one_epoch(loader, step)
                 self._save()
 
     def _one_epoch(self, loader: Any, step: Step) -> None:
-        started, work, settings = time.perf_counter(), self.work, self.settings
-        if self.epoch == 0:
-            self._update(0)
-        per_epoch = -(-len(self.data.train) // settings.batch_size)
-        every = max(1, per_epoch // settings.updates_per_epoch)
-        show: dict[str, int] = {"groups_alive": self._groups_alive()}
-        taken = 0
-
-        def after_step() -> bool:
-            nonlocal taken
-            taken += 1
-            self.prior.shrink(settings.lr)
-            if taken % every == 0 and taken < per_epoch:
-                self._update(taken)
-            if taken % 10 == 0:
-                show["groups_alive"] = self._groups_alive()
-                self.reached = self.meter(self.prior.alive) <= self.budget.limit
-            return self.reached
-
-        place = f"{STAGE}, epoch {self.epoch + 1}"
-        loss, train_error = train_epoch(
-            self.model, self.optimizer, loader, work, place=place, step=step, after_step=after_step, show=show
-        )
+        """Rounds of: variance update, proximal SGD, removal of what died."""
+        started, work, steps = time.perf_counter(), self.work, len(loader)
+        iterator, taken, losses, errors = iter(loader), 0, 0.0, 0.0
+        while taken < steps and not self.reached:
+            self._update(taken / steps)
+            round_steps = min(-(-steps // self.settings.updates_per_epoch), steps - taken)
+            loss, error, count = self._one_round(iterator, round_steps, step)
+            taken, losses, errors = taken + count, losses + loss * count, errors + error * count
+            if self.compacts:
+                self._compact()
         self.epoch += 1
-        if self.compacts and not self.reached:
-            self._compact()
-        self._update(0)
         error = evaluate(self.model, self.data.validation, work.device)
         step(0, error=f"{error:.2%}")
         work.record(
             STAGE,
             epoch=self.epoch,
-            loss=loss,
-            train_error=train_error,
+            loss=losses / taken,
+            train_error=errors / taken,
             error=error,
             groups_alive={name: int(alive.sum()) for name, alive in self.prior.alive.items()},
             flops=round(self.budget.flops_meter(self.model, self.sets, self.example)(self.prior.alive)),
             seconds=time.perf_counter() - started,
         )
 
+    def _one_round(self, iterator: Iterator[Any], steps: int, step: Step) -> tuple[float, float, int]:
+        """`steps` optimizer steps, each with its proximal step -> loss, training error, steps taken."""
+        taken, show = 0, {"groups_alive": self._groups_alive()}
+
+        def after_step() -> bool:
+            nonlocal taken
+            taken += 1
+            self.prior.shrink(self.settings.lr)
+            if taken % 10 == 0 or taken == steps:
+                show["groups_alive"] = self._groups_alive()
+                self.reached = self.meter(self.prior.alive) <= self.budget.limit
+            return self.reached or taken == steps
+
+        place = f"{STAGE}, epoch {self.epoch + 1}"
+        loss, error = train_epoch(
+            self.model, self.optimizer, iterator, self.work, place=place, step=step, after_step=after_step, show=show
+        )
+        return loss, error, taken
+
     def _groups_alive(self) -> int:
         return sum(int(alive.sum()) for alive in self.prior.alive.values())
 
-    def _update(self, number: int) -> None:
-        """One variance update from fresh training images; `number` tells the updates of an epoch apart."""
-        wanted = self.settings.curvature
-        seed = stage_seed(self.work.seed, f"curvature{self.epoch}.{number}")
+    def _update(self, part: float) -> None:
+        """One variance update from fresh training images, after this part of the epoch."""
+        settings, wanted = self.settings, self.settings.curvature
+        growth = settings.lam_growth ** (self.epoch + part)
+        self.prior.lams = {name: lam * growth for name, lam in self.lams.items()}
+        seed = stage_seed(self.work.seed, f"curvature {self.epoch + part:.6f}")
         loader = batches(self.data.train, wanted.batch_size, shuffle=True, seed=seed)
         taken = -(-wanted.samples // wanted.batch_size)
-        some = (
-            (x.to(self.work.device), y.to(self.work.device)) for _, (x, y) in zip(range(taken), loader, strict=False)
-        )
+        device = self.work.device
+        some = ((x.to(device), y.to(device)) for _, (x, y) in zip(range(taken), loader, strict=False))
         generator = torch.Generator().manual_seed(seed)
         self.prior.update(diagonal_curvature(self.model, some, wanted.kind, generator))
 
