@@ -1,5 +1,7 @@
 """Layers that a removal puts in place of ordinary ones: they read less of their input."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,12 +14,15 @@ class SelectLinear(nn.Linear):
     """
 
     indices: Tensor
+    of: int
 
     def __init__(self, dense: nn.Linear, indices: Tensor) -> None:
         """Take over the columns `indices` (sorted, int64) of `dense`, and its bias."""
-        kept, self.of = int(indices.numel()), dense.in_features
+        kept = int(indices.numel())
         super().__init__(kept, dense.out_features, dense.bias is not None, dense.weight.device, dense.weight.dtype)
-        self.register_buffer("indices", indices.clone())
+        chosen = dense.indices[indices] if isinstance(dense, SelectLinear) else indices
+        self.of = dense.of if isinstance(dense, SelectLinear) else dense.in_features
+        self.register_buffer("indices", chosen.clone())
         with torch.no_grad():
             self.weight.copy_(dense.weight[:, indices])
             if dense.bias is not None:
@@ -46,6 +51,8 @@ class CroppedConv2d(nn.Conv2d):
     Input (B, C, H, W) as for the whole kernel; the output has the size that the whole kernel gives.
     """
 
+    pads: tuple[int, int, int, int]  # left, right, top, bottom; negative: cropped
+
     def __init__(self, dense: nn.Conv2d, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         """Keep kernel rows `rows[0]:rows[1]` and columns `columns[0]:columns[1]` of `dense`, which pads with zeros."""
         (top, bottom), (left, right) = rows, columns
@@ -62,7 +69,8 @@ class CroppedConv2d(nn.Conv2d):
             dense.weight.device,
             dense.weight.dtype,
         )
-        pad_left, pad_right, pad_top, pad_bottom = dense._reversed_padding_repeated_twice
+        before: Sequence[int] = dense._reversed_padding_repeated_twice
+        pad_left, pad_right, pad_top, pad_bottom = dense.pads if isinstance(dense, CroppedConv2d) else before
         (height, width), (step_y, step_x) = dense.kernel_size, dense.dilation
         self.pads = (
             pad_left - left * step_x,
@@ -76,6 +84,9 @@ class CroppedConv2d(nn.Conv2d):
                 self.bias.copy_(dense.bias)
 
     def forward(self, input: Tensor) -> Tensor:
+        if min(self.pads) < 0 < max(self.pads):  # padded first: the crop may reach into the padding
+            input = F.pad(input, [max(pad, 0) for pad in self.pads])
+            return super().forward(F.pad(input, [min(pad, 0) for pad in self.pads]))
         return super().forward(F.pad(input, self.pads))
 
     def extra_repr(self) -> str:

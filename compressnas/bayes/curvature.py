@@ -4,15 +4,18 @@ All estimates are means over samples, averaged over as many batches as given; no
 sums. The network is evaluated in eval mode (batch norm uses its running statistics), so samples do not mix.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Curvatures = dict[str, Tensor]
-Uses = dict[str, list[tuple[Tensor, Tensor]]]  # layer -> (input, output) of each time that it is called
+Use = tuple[nn.Linear | nn.Conv2d, Tensor, GradientEdge]  # a call of a layer: its input, where its output stands
+Uses = dict[str, list[Use]]  # weight name -> every call that uses it
 
 
 def mc(model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Generator) -> Curvatures:
@@ -136,7 +139,7 @@ def diagonal_curvature(
 
 # ---------------------------------------------------------------- per-sample gradients, one layer at a time
 
-CHUNK = 2**22  # elements of per-sample gradients at a time: 16 MB in float32
+CHUNK = 2**20  # elements of im2col patches or per-sample gradients at a time: 2 MB in float32
 
 
 def squared_gradient_sum(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Tensor:
@@ -146,32 +149,44 @@ def squared_gradient_sum(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients
         inputs: (B, ..., C) for a linear layer, (B, C, H, W) for a convolution.
         gradients: dL/d output, (B, ..., N) or (B, N, H', W').
     """
-    if isinstance(layer, nn.Linear) and inputs.dim() == 2:
+    return _squared_sum([(layer, inputs, gradients)])
+
+
+def _squared_sum(uses: Sequence[tuple[nn.Linear | nn.Conv2d, Tensor, Tensor]]) -> Tensor:
+    """`squared_gradient_sum` of one weight over all its uses, whose gradients add up before they are squared."""
+    layer, inputs, gradients = uses[0]
+    if len(uses) == 1 and isinstance(layer, nn.Linear) and inputs.dim() == 2:
         return gradients.square().T @ inputs.square()
-    total = torch.zeros_like(layer.weight)
-    step = max(1, CHUNK // layer.weight.numel())
+    total = torch.zeros_like(layer.weight, requires_grad=False)
+    step = max(1, CHUNK // max(_elements(layer, gradients) for layer, _, gradients in uses))
     for start in range(0, inputs.shape[0], step):
         part = slice(start, start + step)
-        total += per_sample_gradients(layer, inputs[part], gradients[part]).square().sum(0)
+        first, *more = (per_sample_gradients(layer, a[part], g[part]) for layer, a, g in uses)
+        for other in more:
+            first += other
+        total += first.square_().sum(0)
     return total
+
+
+def _elements(layer: nn.Linear | nn.Conv2d, gradients: Tensor) -> int:
+    """Elements that one sample takes: its weight gradient, or its patches where they are more."""
+    if isinstance(layer, nn.Linear):
+        return layer.weight.numel()
+    positions = gradients.shape[-2] * gradients.shape[-1]
+    return max(layer.weight.numel(), layer.in_channels * math.prod(layer.kernel_size) * positions)
 
 
 def per_sample_gradients(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Tensor:
     """dL_b/dW -> (B, *weight shape). Arguments as in `squared_gradient_sum`."""
     if isinstance(layer, nn.Linear):
         return torch.einsum("b...n,b...c->bnc", gradients, inputs)
-    patches = _patches(layer, inputs)  # (B, groups, C/groups * K, L)
-    batch, groups = patches.shape[:2]
-    outputs = gradients.reshape(batch, groups, layer.out_channels // groups, -1)  # (B, groups, N/groups, L)
-    return torch.einsum("bgnl,bgsl->bgns", outputs, patches).reshape(batch, *layer.weight.shape)
-
-
-def _patches(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """im2col -> (B, groups, C/groups * kh * kw, L)."""
     columns = F.unfold(
         conv_input(layer, inputs), layer.kernel_size, dilation=layer.dilation, stride=layer.stride
     )  # (B, C * kh * kw, L)
-    return columns.reshape(inputs.shape[0], layer.groups, -1, columns.shape[-1])
+    batch, groups = inputs.shape[0], layer.groups
+    patches = columns.reshape(batch, groups, -1, columns.shape[-1])  # (B, groups, C/groups * kh * kw, L)
+    outputs = gradients.reshape(batch, groups, layer.out_channels // groups, -1)  # (B, groups, N/groups, L)
+    return torch.einsum("bgnl,bgsl->bgns", outputs, patches).reshape(batch, *layer.weight.shape)
 
 
 def conv_input(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
@@ -181,14 +196,30 @@ def conv_input(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
 
 
 def _forward(model: nn.Module, images: Tensor) -> tuple[Tensor, Uses]:
-    """Logits (B, C), and each layer's inputs and outputs, the outputs within the autograd graph."""
+    """Logits (B, C), and for each weight the layers that use it, with their inputs and where their outputs stand in the
+    autograd graph: not the outputs, which later layers may overwrite, and which need not live as long.
+
+    Raises:
+        ValueError: a layer's first axis is not the samples.
+    """
+    first_name = {id(p): name for name, p in model.named_parameters()}  # a weight may belong to several layers
     uses: Uses = {}
     handles = []
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
+            own = uses.setdefault(first_name.get(id(layer.weight), f"{name}.weight"), [])
 
-            def keep(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
-                uses.setdefault(name, []).append((inputs[0].detach(), output))
+            def keep(
+                layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, own: list[Use] = own, name: str = name
+            ) -> None:
+                if output.shape[0] != images.shape[0]:
+                    raise ValueError(
+                        f"{name} sees {output.shape[0]} rows for {images.shape[0]} samples, so that their gradients "
+                        "cannot be told apart; use mc_batch"
+                    )
+                assert isinstance(layer, nn.Linear | nn.Conv2d)  # nothing else is hooked
+                if output.requires_grad:
+                    own.append((layer, inputs[0].detach(), get_gradient_edge(output)))
 
             handles.append(layer.register_forward_hook(keep))
     try:
@@ -201,20 +232,12 @@ def _forward(model: nn.Module, images: Tensor) -> tuple[Tensor, Uses]:
 
 def _squared_per_sample(model: nn.Module, loss: Tensor, uses: Uses, retain: bool = False) -> Curvatures:
     """Squares of per-sample gradients, summed over samples, weight by weight. `loss` is a sum over samples."""
-    outputs = [output for pairs in uses.values() for _, output in pairs]
-    gradients = iter(torch.autograd.grad(loss, outputs, retain_graph=retain, allow_unused=True))
+    edges = [edge for own in uses.values() for _, _, edge in own]
+    gradients = iter(torch.autograd.grad(loss, edges, retain_graph=retain, allow_unused=True))
     result: Curvatures = {}
-    for name, pairs in uses.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear | nn.Conv2d)  # `_forward` collected no other kind
-        with_gradient = [(a, g) for (a, _), g in zip(pairs, gradients, strict=False) if g is not None]
-        if len(with_gradient) == 1:
-            result[f"{name}.weight"] = squared_gradient_sum(layer, *with_gradient[0])
-        elif with_gradient:  # a shared layer: the gradients of its uses add up before they are squared
-            shared = torch.stack([per_sample_gradients(layer, a, g) for a, g in with_gradient]).sum(0)
-            result[f"{name}.weight"] = shared.square().sum(0)
-        else:
-            result[f"{name}.weight"] = torch.zeros_like(layer.weight)
+    for name, own in uses.items():
+        reached = [(layer, a, g) for (layer, a, _), g in zip(own, gradients, strict=False) if g is not None]
+        result[name] = _squared_sum(reached) if reached else torch.zeros_like(model.get_parameter(name))
     return result
 
 
@@ -263,10 +286,10 @@ def _weight_diagonal(layer: nn.Linear | nn.Conv2d, value: Tensor, hessian: Tenso
     """sum_b sum_p Hpre[b, n, p] a[b, s, p]^2, shaped like the weight: the gradient of a linear map at a^2."""
     if isinstance(layer, nn.Linear):
         return torch.einsum("b...n,b...c->nc", hessian, value.square())
-    patches = _patches(layer, value.square())
-    batch, groups = patches.shape[:2]
-    outputs = hessian.reshape(batch, groups, layer.out_channels // groups, -1)
-    return torch.einsum("bgnl,bgsl->gns", outputs, patches).reshape(layer.weight.shape)
+    padded, shape = conv_input(layer, value.square()), list(layer.weight.shape)
+    return torch.nn.grad.conv2d_weight(
+        padded, shape, hessian, stride=layer.stride, dilation=layer.dilation, groups=layer.groups
+    )
 
 
 def _back_one(layer: nn.Module, value: Tensor, hessian: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
