@@ -1,4 +1,4 @@
-"""Baselines: importance scores from torch-pruning, ranked to a budget. With surgery.py the only file that knows it."""
+"""Baselines: importance scores from torch-pruning, ranked to a budget. With coupling.py the only file that knows it."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import torch_pruning as tp
 from torch import Tensor, nn
 
 from compressnas.budget import Budget, fewest, uniform
+from compressnas.coupling import pruning_group
 from compressnas.recipe import Magnitude
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, pruning_group
+from compressnas.surgery import find_groups
 
 
 def magnitude(model: nn.Module, example: Tensor, settings: Magnitude, seed: int) -> tuple[SlimArch, dict[str, Any]]:

@@ -35,8 +35,8 @@ class Budget:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
         if self.kind == "flops":
             return self.flops_meter(model, sets, example)
-        layers = {name: sum(p.numel() for p in m.parameters()) for name, m in modules_with_weights(model)}
-        return _meter(model, sets, layers)
+        in_layers = _meter(model, sets, {name: m.weight.numel() for name, m in modules_with_weights(model)})
+        return lambda kept: in_layers(kept) + _others_left(model, sets, kept)
 
     @staticmethod
     def flops_meter(model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
@@ -50,6 +50,18 @@ def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int]
         return sum(value * left.get(name, 1.0) for name, value in layers.items())
 
     return meter
+
+
+def _others_left(model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str, Tensor]) -> int:
+    """How many parameters are left besides the layers' weights: biases go with their unit, the rest stays."""
+    weights = {f"{name}.weight" for name, _ in modules_with_weights(model)}
+    left = {n: torch.ones_like(p, dtype=torch.bool) for n, p in model.named_parameters() if n not in weights}
+    for group_set in sets:
+        for member in group_set.writers:
+            if member.parameter in left:
+                own = left[member.parameter]
+                own &= member.spread(kept[group_set.name].to(own.device, torch.float32), own, 1.0) > 0
+    return sum(int(flags.sum()) for flags in left.values())
 
 
 def fewest(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:

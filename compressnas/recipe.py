@@ -179,7 +179,7 @@ class Bayes(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     curvature: Curvature = Curvature()
-    curvature_scale: Literal["summed", "consistent", "paper"] = "summed"
+    curvature_scale: Literal["summed", "consistent", "paper"] | Annotated[float, Field(gt=0)] = "summed"
     updates_per_epoch: int = Field(default=1, ge=1, description="variance updates in an epoch")
     rule: Literal["keep_at_zero", "threshold"] = "keep_at_zero"
     threshold: float = Field(default=0.0585498, gt=0, description="gamma at or below it goes; 1/(2 pi e)")

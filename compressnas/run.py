@@ -29,7 +29,7 @@ from compressnas.progress import Progress
 from compressnas.recipe import Recipe, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
-from compressnas.surgery import Proof, Removal, remove, without_selection
+from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
 from compressnas.train import Work, evaluate, fit, make_work
 from compressnas.weights import load_weights, save_weights
 
@@ -43,14 +43,19 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
         InputError: the recipe, its data, its weights or the folder cannot be used.
         RunFailed: the proof or the verification of the ONNX file failed.
     """
-    _open_folder(recipe, out, resume, overwrite)
-    progress.log_to(out / "log.txt")
+    _refuse_folder(recipe, out, resume, overwrite)
     work = make_work(recipe.device, recipe.seed, recipe.threads, progress, out / "checkpoint")
+    data = load_data(recipe.data, recipe.seed)
+    example = data.train[0][0][None].to(work.device)
+    dense = _untrained(recipe, data).to(work.device)
+    CHECKS[recipe.method.kind](dense, example, recipe)  # nothing is written before all input is known to be good
+    _make_folder(recipe, out, overwrite)
+    progress.log_to(out / "log.txt")
     _write_facts(recipe, out, command, work)
 
-    data = load_data(recipe.data, recipe.seed)
-    dense = _dense(recipe, data, work, out)
-    example = data.train[0][0][None].to(work.device)
+    if recipe.train is not None:
+        dense = fit(dense, data, recipe.train, work, stage="train")
+    save_weights(dense, out / "dense.safetensors")
     decision = METHODS[recipe.method.kind](dense, data, recipe, work)
     images = _images(data).to(work.device)
     small, slim, removal, proof = remove(
@@ -81,45 +86,58 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
 # ---------------------------------------------------------------- the steps
 
 
-def _open_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder, or accept the one that is there."""
-    text = to_yaml(recipe)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not out.is_dir():
-            raise InputError(f"output {out}: a file is there; name a folder")
-        if not (resume or overwrite):
-            raise InputError(f"output {out}: the folder exists; use --resume, --overwrite, or another --out")
-        known = (out / "recipe.yaml").is_file()
-        if overwrite and not known:
-            raise InputError(f"output {out}: not a run folder (no recipe.yaml in it), so it is not overwritten")
-        if overwrite:
-            shutil.rmtree(out)
-        elif not known and any(
-            path.name != "checkpoint" and not path.name.startswith(".part-") for path in out.iterdir()
-        ):
-            raise InputError(f"output {out}: not a run folder (no recipe.yaml in it), nothing to resume")
-        elif known and (out / "recipe.yaml").read_text(encoding="utf-8") != text:
-            raise InputError(f"output {out}: it holds a run of another recipe; use --overwrite, or another --out")
+def _refuse_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse a run folder that is there, unless it may be resumed or overwritten. Changes nothing."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"output {out}: a file is there; name a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (resume or overwrite):
+        raise InputError(f"output {out}: the folder exists; use --resume, --overwrite, or another --out")
+    known = (out / "recipe.yaml").is_file()
+    leftovers = all(path.name == "checkpoint" or path.name.startswith(".part-") for path in out.iterdir())
+    if not known and not leftovers:
+        raise InputError(f"output {out}: not a run folder (no recipe.yaml in it), so it is left alone")
+    if resume and known and (out / "recipe.yaml").read_text(encoding="utf-8") != to_yaml(recipe):
+        raise InputError(f"output {out}: it holds a run of another recipe; use --overwrite, or another --out")
+
+
+def _make_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:
     try:
+        if overwrite and out.exists():
+            shutil.rmtree(out)
         (out / "checkpoint").mkdir(parents=True, exist_ok=True)
+        for left_over in (*out.glob(".part-*"), *out.glob("*/.part-*")):  # of a killed run
+            left_over.unlink()
     except OSError as error:
         raise InputError(f"cannot make the run folder {out}: {error.strerror}") from error
-    for left_over in (*out.glob(".part-*"), *out.glob("*/.part-*")):  # of a killed run
-        left_over.unlink()
-    write_whole(out / "recipe.yaml", text)
+    write_whole(out / "recipe.yaml", to_yaml(recipe))
 
 
-def _dense(recipe: Recipe, data: DataSet, work: Work, out: Path) -> nn.Module:
-    """The dense network: built, then loaded from a checkpoint, trained, or both."""
+def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
+    """The dense network, with the weights of a checkpoint where the recipe names one."""
     torch.manual_seed(recipe.seed)
     model = BUILDERS[recipe.model.name](data.shape, len(data.classes))
     if recipe.model.weights is not None:
         load_weights(model, Path(recipe.model.weights))
-    if recipe.train is not None:
-        model = fit(model, data, recipe.train, work, stage="train")
-    save_weights(model, out / "dense.safetensors")
-    return model.to(work.device)
+    return model
 
+
+def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
+    assert recipe.method.kind == "bayes"
+    find_groups(dense, example, recipe.method.groups)
+
+
+def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
+    assert recipe.method.kind == "given"
+    masked(dense, example, SlimArch.load(recipe.method.path))
+
+
+CHECKS: dict[str, Callable[[nn.Module, Tensor, Recipe], None]] = {
+    "bayes": _check_bayes,
+    "magnitude": lambda dense, example, recipe: None,
+    "given": _check_given,
+}
 
 Method = Callable[[nn.Module, DataSet, Recipe, Work], Decision]
 

@@ -31,6 +31,8 @@ class SlimArch:
         if set(self.kept) != set(self.sizes):
             raise InputError(f"kept and sizes name different group sets: {sorted(set(self.kept) ^ set(self.sizes))}")
         for name, indices in self.kept.items():
+            if self.sizes[name] < 1:
+                raise InputError(f"{name}: size {self.sizes[name]}, expected at least 1")
             if list(indices) != sorted(set(indices)) or (
                 indices and not 0 <= indices[0] <= indices[-1] < self.sizes[name]
             ):
@@ -59,9 +61,9 @@ class SlimArch:
         try:
             document = json.loads(text)
             sets = document["sets"]
-            kept = {name: tuple(int(i) for i in entry["kept"]) for name, entry in sets.items()}
-            sizes = {name: int(entry["size"]) for name, entry in sets.items()}
-            return SlimArch(kept, sizes, document.get("origin", {}))
+            kept = {name: tuple(_whole(i) for i in entry["kept"]) for name, entry in sets.items()}
+            sizes = {name: _whole(entry["size"]) for name, entry in sets.items()}
+            return SlimArch(kept, sizes, dict(document.get("origin", {}).items()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"not a SlimArch (expected JSON with `sets`): {error}") from error
 
@@ -77,3 +79,10 @@ class SlimArch:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}: {error}") from error
         return SlimArch.from_json(text)
+
+
+def _whole(value: object) -> int:
+    """The value itself. Raises TypeError for what is no whole number; int() would round it."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected a whole number, got {value!r}")
+    return value

@@ -1,16 +1,14 @@
-"""Find groups, remove groups, prove the removal. With baselines.py the only file that knows torch_pruning."""
+"""Find groups, remove groups, prove the removal."""
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch_pruning as tp
 from torch import Tensor, nn
 
+from compressnas.coupling import incoming, one_line, output_sets, proposed_sets, remove_units
 from compressnas.errors import InputError, RunFailed
 from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
 from compressnas.layers import CroppedConv2d, SelectLinear
@@ -32,8 +30,8 @@ class Found:
 def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Found:
     """Group sets of the given kinds, each tried before it is offered.
 
-    The dependency graph proposes; a trial on a float64 copy with random weights disposes: one group of each output
-    set is removed, and the result is compared with masking it.
+    The dependency graph proposes; a trial on a float64 copy with random weights disposes: a few groups of each output
+    set are removed, and the result is compared with masking them.
 
     Args:
         model: the network; not changed.
@@ -48,7 +46,7 @@ def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Foun
     _own_weights(model)
     if "coupled" in kinds and {"filter", "row"} & set(kinds):
         raise InputError("groups: coupled holds what filter and row hold; name it alone or with column or shape")
-    proposed, left_alone = _proposed(model, example) if {"filter", "row", "coupled"} & set(kinds) else ([], {})
+    proposed, left_alone = proposed_sets(model, example) if {"filter", "row", "coupled"} & set(kinds) else ([], {})
     left_alone |= _tried(model, example, proposed)
     sound = [s for s in proposed if s.name not in left_alone]
     found: list[GroupSet] = []
@@ -90,12 +88,7 @@ def _sets_of_kind(model: nn.Module, outputs: Sequence[GroupSet], kind: str) -> l
         return [_own_set(f"{n}.{suffix}", m) for n, m in modules_with_weights(model) if isinstance(m, layer_type)]
     layer_type = nn.Conv2d if kind == "filter" else nn.Linear
     chosen = [s for s in outputs if isinstance(model.get_submodule(s.name.removesuffix(".out")), layer_type)]
-    return [GroupSet(s.name, kind, s.size, _incoming(s), s.readers, s.writers) for s in chosen]
-
-
-def _incoming(group_set: GroupSet) -> tuple[Member, ...]:
-    """The weights that make a unit: one layer's, or several where their outputs are added."""
-    return tuple(m for m in group_set.members if m not in group_set.readers)
+    return [GroupSet(s.name, kind, s.size, incoming(s), s.readers, s.writers) for s in chosen]
 
 
 def _own_set(name: str, layer: nn.Conv2d | nn.Linear) -> GroupSet:
@@ -106,148 +99,11 @@ def _own_set(name: str, layer: nn.Conv2d | nn.Linear) -> GroupSet:
     return GroupSet(name, "column" if axes == (1,) else "shape", size, (member,), (member,))
 
 
-def output_sets(model: nn.Module, example: Tensor) -> list[GroupSet]:
-    """One coupled group set per layer whose output units can be removed, in order of registration.
-
-    Members are the incoming weights of a unit (of its own layer first), then the outgoing ones; readers the outgoing
-    ones, writers the biases and batch norms. A layer that no layer reads is left out: its units are the classes.
-
-    Raises:
-        InputError: the network cannot be traced.
-    """
-    return _proposed(model, example)[0]
-
-
-def _proposed(model: nn.Module, example: Tensor) -> tuple[list[GroupSet], dict[str, str]]:
-    """`output_sets`, and those that no group set can describe, with the reason."""
-    graph = _graph(model, example)
-    names = {module: name for name, module in model.named_modules()}
-    sets: list[GroupSet] = []
-    refused: dict[str, str] = {}
-    covered: dict[str, int] = {}  # layer -> how many of its units are in a set
-    for name, layer in modules_with_weights(model):
-        if name in covered:
-            continue
-        try:
-            group_set = _coupled_set(graph, layer, names)
-        except _Refused as error:
-            refused[f"{name}.out"] = str(error)
-            continue
-        except Exception as error:  # torch-pruning may raise anything where it does not understand a network
-            refused[f"{name}.out"] = f"torch-pruning cannot follow its units: {_line(error)}"
-            continue
-        for member in _incoming(group_set):
-            owner = member.parameter.removesuffix(".weight")
-            covered[owner] = covered.get(owner, 0) + int((member.group_of >= 0).sum())
-        if group_set.readers:
-            sets.append(group_set)
-    for name, layer in modules_with_weights(model):
-        if covered.get(name, layer.weight.shape[0]) < layer.weight.shape[0]:
-            refused.setdefault(f"{name}.out", "only some of its units live or die with those of another layer")
-    return sets, refused
-
-
-class _Refused(Exception):
-    """Units that no group set can describe; the message is the reason."""
-
-
-def _coupled_set(graph: tp.DependencyGraph, layer: nn.Conv2d | nn.Linear, names: Mapping[nn.Module, str]) -> GroupSet:
-    units = layer.weight.shape[0]
-    incoming: list[Member] = []
-    outgoing: list[Member] = []
-    writers: list[Member] = []
-    reaches_output = False
-    for item in _group(graph, layer, range(units)).items:
-        target, fn = item.dep.target.module, item.dep.handler
-        reaches_output |= isinstance(target, graph.ops._OutputOp)
-        reads = graph.is_in_channel_pruning_fn(fn) and not graph.is_out_channel_pruning_fn(fn)  # both: depthwise, norm
-        if isinstance(target, nn.modules.batchnorm._BatchNorm) and target.affine:
-            group_of = _group_of(item, target.num_features, target.weight.device)
-            writers += [Member(f"{names[target]}.{which}", (0,), group_of) for which in ("weight", "bias")]
-        if not isinstance(target, nn.Conv2d | nn.Linear):
-            continue
-        if isinstance(target, nn.Conv2d) and target.groups > 1 and not _is_depthwise(target):
-            raise _Refused(f"{names[target]} is a grouped convolution: its groups must stay equally wide")
-        if reads and isinstance(target, SelectLinear):
-            raise _Refused(f"{names[target]} selects its inputs already")
-        group_of = _group_of(item, target.weight.shape[int(reads)], target.weight.device)
-        (outgoing if reads else incoming).append(Member(f"{names[target]}.weight", (int(reads),), group_of))
-        if not reads and target.bias is not None:
-            writers.append(Member(f"{names[target]}.bias", (0,), group_of))
-    if outgoing and reaches_output:
-        raise _Refused("its units reach the output of the network")
-    if outgoing and _live_together(graph, layer, units):
-        raise _Refused("several of its units can only be removed together")
-    members = (*incoming, *outgoing)
-    return GroupSet(f"{names[layer]}.out", "coupled", units, members, tuple(outgoing), tuple(writers))
-
-
-def _group_of(item: Any, places: int, device: torch.device) -> Tensor:
-    group_of = torch.full((places,), -1, device=device)
-    group_of[torch.tensor(item.idxs, device=device)] = torch.tensor(item.root_idxs, device=device)
-    return group_of
-
-
-def _is_depthwise(layer: nn.Conv2d) -> bool:
-    return layer.groups == layer.in_channels == layer.out_channels
-
-
-def _live_together(graph: tp.DependencyGraph, layer: nn.Module, units: int) -> bool:
-    """Whether removing one unit of the layer takes another one along. Two units differ in some bit of their number."""
-    for bit in range((units - 1).bit_length()):
-        some = {unit for unit in range(units) if unit >> bit & 1}
-        if set(_group(graph, layer, sorted(some)).items[0].idxs) != some:
-            return True
-    return False
-
-
-def _graph(model: nn.Module, example: Tensor) -> tp.DependencyGraph:
-    """torch-pruning's graph. It traces by autograd and leaves the network in eval mode, both of which are undone."""
-    modes = [(module, module.training) for module in model.modules()]
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    try:
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice about what it does not know; the trial judges that
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            graph = tp.DependencyGraph()  # the list keeps it from taking the batch for several inputs
-            return graph.build_dependency(model, [example], output_transform=_one_tensor, verbose=False)
-    except InputError:
-        raise
-    except Exception as error:  # whatever the network itself raises
-        shape = tuple(example.shape)
-        raise InputError(f"the network cannot be traced at an input of shape {shape}: {_line(error)}") from error
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        for module, training in modes:
-            module.training = training
-
-
-def _one_tensor(output: object) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise InputError(f"the network returns a {type(output).__name__}, expected one tensor (B, classes)")
-    return output
-
-
-def _line(error: BaseException) -> str:
-    """The first line an exception has to say."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _group(graph: tp.DependencyGraph, layer: nn.Module, units: Sequence[int]) -> tp.dependency.Group:
-    prune = tp.prune_conv_out_channels if isinstance(layer, nn.Conv2d) else tp.prune_linear_out_channels
-    return graph.get_pruning_group(layer, prune, idxs=list(units))
-
-
-def pruning_group(model: nn.Module, example: Tensor, name: str) -> tp.dependency.Group:
-    """torch-pruning's own group of all units of the output set `name`, as its importances take it."""
-    layer = dict(modules_with_weights(model))[name.removesuffix(".out")]
-    return _group(_graph(model, example), layer, range(layer.weight.shape[0]))
-
-
 def _tried(model: nn.Module, example: Tensor, proposed: Sequence[GroupSet]) -> dict[str, str]:
-    """Group sets whose one-group trial fails, with the reason."""
+    """Group sets whose trial fails, with the reason.
+
+    The first two units and the last one go: that shifts what is sliced from either end, and what is split in halves.
+    """
     left_alone: dict[str, str] = {}
     generator = torch.Generator().manual_seed(0)
     trial = copy.deepcopy(model).double().eval()
@@ -267,16 +123,16 @@ def _tried(model: nn.Module, example: Tensor, proposed: Sequence[GroupSet]) -> d
         if group_set.size < 2:
             left_alone[group_set.name] = "it has a single unit"
             continue
-        kept = tuple(i for i in range(group_set.size) if i != group_set.size // 2)
-        slim = SlimArch({group_set.name: kept}, {group_set.name: group_set.size})
+        kept = range(2, group_set.size - 1) if group_set.size > 3 else range(1, group_set.size)
+        slim = SlimArch({group_set.name: tuple(kept)}, {group_set.name: group_set.size})
         try:
             whole, (small, _) = _masked(trial, [group_set], slim), _removed(trial, example, slim)
             difference = relative_difference(whole, small, inputs)
         except Exception as error:  # what a network raises when its widths move is not ours to know
-            left_alone[group_set.name] = f"removing one unit fails: {_line(error)}"
+            left_alone[group_set.name] = f"removing units fails: {one_line(error)}"
             continue
         if not difference <= TOLERANCE:
-            left_alone[group_set.name] = f"removing one unit changes the output by {difference:.1e}"
+            left_alone[group_set.name] = f"removing units changes the output by {difference:.1e}"
     return left_alone
 
 
@@ -351,7 +207,7 @@ def _removed(
         unsound = _tried(model, example, undecided)
         units = _idle_units(pattern, [s for s in sets if s.name not in unsound])
     for network in (small, pattern):
-        _remove_units(network, example, units)
+        remove_units(network, example, units)
     selected = _select_inputs((small, pattern)) if select_inputs else {}
     cropped = _crop_kernels((small, pattern), slim)
     masks = {n: w.clone() for n, w in weights_of(pattern).items() if bool((w == 0).any())}
@@ -380,21 +236,8 @@ def _idle_units(pattern: nn.Module, sets: Sequence[GroupSet]) -> dict[str, tuple
             if len(gone) > len(idle.get(group_set.name, ())):
                 idle[group_set.name], changed = tuple(gone), True
                 kept = sorted(set(range(group_set.size)) - set(gone))
-                mask_groups((*_incoming(group_set), *group_set.writers), weights, kept, group_set.size)
+                mask_groups((*incoming(group_set), *group_set.writers), weights, kept, group_set.size)
     return idle
-
-
-def _remove_units(network: nn.Module, example: Tensor, units: Mapping[str, tuple[int, ...]]) -> None:
-    """Remove the units of all sets at once, so that every index counts in the network as it was."""
-    graph, gone = _graph(network, example), tp.dependency.Group()
-    gone._DG = graph
-    parts: dict[tuple[Any, Any], tuple[Any, set[int]]] = {}
-    for name, indices in units.items():
-        for dep, places in _group(graph, network.get_submodule(name.removesuffix(".out")), indices).items:
-            parts.setdefault((dep.target, dep.handler), (dep, set()))[1].update(places)
-    for dep, places in parts.values():
-        gone.add_dep(dep, sorted(places))
-    gone.prune(record_history=False)
 
 
 def _select_inputs(networks: tuple[nn.Module, nn.Module]) -> dict[str, int]:
@@ -526,7 +369,7 @@ def remove(
             small, _ = remover(model, example, decision, select_inputs)
             difference = relative_difference(_masked(model, decided, decision), small, images)
         except Exception as error:  # what a network raises when its widths move is not ours to know
-            return f"removal fails: {_line(error)}"
+            return f"removal fails: {one_line(error)}"
         return None if difference <= TOLERANCE else f"removal changes the output by {difference:.1e} (relative)"
 
     def add(accepted: list[str], names: list[str]) -> list[str]:

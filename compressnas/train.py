@@ -1,8 +1,10 @@
 """Train and evaluate. The only file that knows accelerate."""
 
+import io
 import math
 import pickle
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from compressnas.data import DataSet, Split, batches
 from compressnas.errors import InputError
-from compressnas.files import whole_file
+from compressnas.files import write_whole
 from compressnas.progress import Progress, Step
 from compressnas.recipe import Train
 
@@ -49,8 +51,9 @@ class Work:
     def save(self, stage: str, state: Mapping[str, Any]) -> None:
         """Write the stage's checkpoint, whole or not at all, with the records of its epochs."""
         if self.folder is not None and self.accelerator.is_main_process:
-            with whole_file(self.folder / f"{stage}.pt") as part:
-                torch.save({**state, "history": self.history.get(stage, [])}, part)
+            buffer = io.BytesIO()  # torch reports a full disk as a fault of its own; write_whole says what it is
+            torch.save({**state, "history": self.history.get(stage, [])}, buffer)
+            write_whole(self.folder / f"{stage}.pt", buffer.getvalue())
 
     def load(self, stage: str) -> dict[str, Any] | None:
         """The stage's last checkpoint, or None. Raises InputError for a damaged file."""
@@ -91,7 +94,9 @@ def make_work(device: str, seed: int, threads: int | None, progress: Progress, f
 def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> Any:
     """torch.load with weights only, onto `device`. Raises InputError for a missing or damaged file."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wonders about a damaged file before it fails on it
+            return torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"cannot read checkpoint {path}: {line}") from error

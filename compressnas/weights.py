@@ -5,19 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from compressnas.errors import InputError
-from compressnas.files import whole_file
+from compressnas.files import write_whole
 from compressnas.train import read_checkpoint
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Write the state dict as safetensors, whole or not at all."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with whole_file(path) as part:
-        save_file(state, str(part))
+    write_whole(path, save(state))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -41,7 +40,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
         raise InputError(f"weights {path}: expected a state dict (names -> tensors)")
     own, given = model.state_dict(), {name.removeprefix("module."): tensor for name, tensor in state.items()}
     faults = [f"{name} is missing" for name in own if name not in given]

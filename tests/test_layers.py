@@ -21,16 +21,16 @@ def zeroed(conv: nn.Conv2d, rows: tuple[int, int], columns: tuple[int, int]) -> 
 
 
 CONVOLUTIONS = {
-    "plain": dict(kernel_size=5),
-    "padded": dict(kernel_size=5, padding=1),
-    "widely_padded": dict(kernel_size=5, padding=2),
-    "strided": dict(kernel_size=5, stride=2, padding=2),
-    "dilated": dict(kernel_size=5, dilation=2, padding=3),
-    "uneven_padding_and_stride": dict(kernel_size=5, stride=(1, 3), padding=(0, 2), dilation=(2, 1)),
-    "same": dict(kernel_size=5, padding="same", dilation=(1, 2)),
-    "even_kernel_same": dict(kernel_size=(5, 6), padding="same"),
-    "no_bias": dict(kernel_size=5, bias=False),
-    "grouped": dict(kernel_size=5, groups=2, padding=2),
+    "plain": {"kernel_size": 5},
+    "padded": {"kernel_size": 5, "padding": 1},
+    "widely_padded": {"kernel_size": 5, "padding": 2},
+    "strided": {"kernel_size": 5, "stride": 2, "padding": 2},
+    "dilated": {"kernel_size": 5, "dilation": 2, "padding": 3},
+    "uneven_padding_and_stride": {"kernel_size": 5, "stride": (1, 3), "padding": (0, 2), "dilation": (2, 1)},
+    "same": {"kernel_size": 5, "padding": "same", "dilation": (1, 2)},
+    "even_kernel_same": {"kernel_size": (5, 6), "padding": "same"},
+    "no_bias": {"kernel_size": 5, "bias": False},
+    "grouped": {"kernel_size": 5, "groups": 2, "padding": 2},
 }
 
 

@@ -250,8 +250,9 @@ def test_empty_borders_are_cropped_and_empty_insides_stay_zero(
 def test_a_kernel_that_pads_with_other_than_zeros_is_not_cropped(mode: str) -> None:
     torch.manual_seed(1)
     model = Conv(padding=2, padding_mode=mode)  # type: ignore[arg-type]
-    slim, images = SlimArch({"conv.shape": positions(range(1, 4), range(1, 4))}, {"conv.shape": 50}), torch.randn(
-        3, 2, 9, 9
+    slim, images = (
+        SlimArch({"conv.shape": positions(range(1, 4), range(1, 4))}, {"conv.shape": 50}),
+        torch.randn(3, 2, 9, 9),
     )
     small, _, removal, proof = remove(model, images, slim, images)
     assert proof.verdict == "equal" and not removal.cropped and removal.masks
@@ -415,14 +416,12 @@ class Faulty:
     def __init__(self, *culprits: str, raises: bool = False) -> None:
         self.culprits, self.raises = culprits, raises
 
-    def __call__(
-        self, model: nn.Module, example: Tensor, slim: SlimArch, select: bool
-    ) -> tuple[nn.Module, Removal]:
+    def __call__(self, model: nn.Module, example: Tensor, slim: SlimArch, select: bool) -> tuple[nn.Module, Removal]:
         kept = dict(slim.kept)
         for name in self.culprits:
             gone = slim.removed(name)
             if gone and self.raises:
-                raise KeyError(f"{name} is odd\nand this is the second line")
+                raise RuntimeError(f"{name} is odd\nand this is the second line")
             if gone:
                 beside = {(i + 1) % slim.sizes[name] for i in gone}
                 kept[name] = tuple(i for i in range(slim.sizes[name]) if i not in beside)

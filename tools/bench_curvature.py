@@ -130,10 +130,13 @@ def measure_time(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
 
 
 def peak_megabytes(options: argparse.Namespace, what: str) -> float:
-    """Peak memory of `what` in a process of its own, in MB above what was there before."""
+    """Peak memory of `what` in processes of its own, in MB above what was there before; their median."""
     command = [sys.executable, __file__, "--measure", what, "--batch", str(options.batch)]
-    done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["peak_bytes"]) / 1e6
+    peaks = []
+    for _ in range(options.repeats):
+        done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=True)
+        peaks.append(float(json.loads(done.stdout)["peak_bytes"]) / 1e6)
+    return statistics.median(peaks)
 
 
 def measure_own_peak(what: str, batch: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.grad import conv2d_weight
 
 Curvatures = dict[str, Tensor]
 Use = tuple[nn.Linear | nn.Conv2d, Tensor, GradientEdge]  # a call of a layer: its input, where its output stands
@@ -83,6 +84,7 @@ def recursion(model: nn.Module, images: Tensor, labels: Tensor, generator: torch
 
     Keeps only the diagonal of the pre-activation Hessian: Hpre <- B^2 ((W^2)' Hpre) + D with B = sigma',
     D = sigma'' dL/da, and diag H_W = Hpre a^2 summed over positions (BayesNAS appendix S3). Starts from diag(p - p^2).
+    D may make an entry of Hpre negative, where sigma'' is not 0: it is clamped at 0 before it goes on.
 
     Args:
         images: (B, ...) one batch.
@@ -90,16 +92,20 @@ def recursion(model: nn.Module, images: Tensor, labels: Tensor, generator: torch
         generator: not used; there for the common signature.
 
     Raises:
-        ValueError: the network is no nn.Sequential, or holds a layer that the recursion has no rule for.
+        ValueError: the network is no plain nn.Sequential, calls a layer twice, or holds a layer behind its first
+            weights that the recursion has no rule for.
     """
     layers = _flat_layers(model)
     values, probabilities = _trace_layers(layers, images)
     gradient = probabilities - F.one_hot(labels, probabilities.shape[1])  # (B, C) dL/da, for D
     hessian = probabilities * (1 - probabilities)  # (B, C)
     total: Curvatures = {}
+    weighted = sum(isinstance(layer, nn.Linear | nn.Conv2d) for _, layer in layers)
     for (name, layer), value in zip(reversed(layers), reversed(values), strict=True):
         if isinstance(layer, nn.Linear | nn.Conv2d):
             total[f"{name}.weight"] = _weight_diagonal(layer, value, hessian)
+        if len(total) == weighted:
+            break  # nothing in front of the first weights asks for more
         hessian, gradient = _back_one(layer, value, hessian, gradient)
     return total
 
@@ -139,7 +145,7 @@ def diagonal_curvature(
 
 # ---------------------------------------------------------------- per-sample gradients, one layer at a time
 
-CHUNK = 2**20  # elements of im2col patches or per-sample gradients at a time: 2 MB in float32
+CHUNK = 2**18  # elements of im2col patches or per-sample gradients at a time: 1 MB in float32
 
 
 def squared_gradient_sum(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Tensor:
@@ -260,15 +266,29 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------- the recursion, layer by layer
 
 
-def _flat_layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    if not isinstance(model, nn.Sequential):
-        raise ValueError(f"the recursion needs an nn.Sequential, got {type(model).__name__}; use mc or ggn")
+def _flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of nested nn.Sequentials, in the order in which they are called."""
     flat: list[tuple[str, nn.Module]] = []
-    for name, layer in model.named_children():
-        flat += (
-            _flat_layers(layer, f"{prefix}{name}.") if isinstance(layer, nn.Sequential) else [(prefix + name, layer)]
-        )
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        if type(module).forward is not nn.Sequential.forward:  # a subclass may call its layers in another way
+            raise ValueError(f"the recursion needs an nn.Sequential, got {type(module).__name__}; use mc or ggn")
+        for name, layer in module._modules.items():  # named_children would leave out what comes a second time
+            if isinstance(layer, nn.Sequential):
+                walk(layer, f"{prefix}{name}.")
+            elif layer is not None:
+                flat.append((prefix + name, layer))
+
+    walk(model, "")
+    with_weights = [id(layer.weight) for _, layer in flat if isinstance(layer, nn.Linear | nn.Conv2d)]
+    if len(set(with_weights)) < len(with_weights):
+        raise ValueError("the recursion needs layers with weights of their own, got one that is used twice; use mc")
     return flat
+
+
+def _apply(layer: nn.Module, value: Tensor) -> Tensor:
+    """The layer's output; `value` stays as it is even where the layer works in place."""
+    return layer(value.clone() if getattr(layer, "inplace", False) else value)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -277,7 +297,7 @@ def _trace_layers(layers: list[tuple[str, nn.Module]], images: Tensor) -> tuple[
     values, value = [], images
     for _, layer in layers:
         values.append(value)
-        value = layer(value)
+        value = _apply(layer, value)
     return values, value.softmax(1)
 
 
@@ -286,10 +306,9 @@ def _weight_diagonal(layer: nn.Linear | nn.Conv2d, value: Tensor, hessian: Tenso
     """sum_b sum_p Hpre[b, n, p] a[b, s, p]^2, shaped like the weight: the gradient of a linear map at a^2."""
     if isinstance(layer, nn.Linear):
         return torch.einsum("b...n,b...c->nc", hessian, value.square())
-    padded, shape = conv_input(layer, value.square()), list(layer.weight.shape)
-    return torch.nn.grad.conv2d_weight(
-        padded, shape, hessian, stride=layer.stride, dilation=layer.dilation, groups=layer.groups
-    )
+    padded, shape, how = conv_input(layer, value.square()), list(layer.weight.shape), (layer.stride, 0, layer.dilation)
+    diagonal: Tensor = conv2d_weight(padded, shape, hessian, *how, layer.groups)  # type: ignore[no-untyped-call]
+    return diagonal
 
 
 def _back_one(layer: nn.Module, value: Tensor, hessian: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,12 +322,12 @@ def _back_one(layer: nn.Module, value: Tensor, hessian: Tensor, gradient: Tensor
         (slope,) = torch.autograd.grad(layer(point), point, gradient)
         return back, slope
     if isinstance(layer, nn.Flatten | nn.MaxPool2d | nn.Identity | nn.Dropout):  # Jacobian entries are 0 or 1
-        (back,) = torch.autograd.grad(layer(point), point, hessian, retain_graph=False)
-        (slope,) = torch.autograd.grad(layer(point), point, gradient)
+        output = _apply(layer, point)
+        (back,) = torch.autograd.grad(output, point, hessian, retain_graph=True)
+        (slope,) = torch.autograd.grad(output, point, gradient)
         return back, slope
     if isinstance(layer, nn.ReLU | nn.LeakyReLU | nn.Tanh | nn.Sigmoid | nn.Softplus | nn.ELU | nn.GELU | nn.SiLU):
-        output = nn.functional.relu(point) if isinstance(layer, nn.ReLU) else layer(point)
-        (first,) = torch.autograd.grad(output.sum(), point, create_graph=True)
+        (first,) = torch.autograd.grad(_apply(layer, point).sum(), point, create_graph=True)
         second = torch.zeros_like(point)
         if first.requires_grad:
             (second,) = torch.autograd.grad(first.sum(), point, allow_unused=True, materialize_grads=True)

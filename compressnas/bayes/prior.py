@@ -22,7 +22,7 @@ class GroupPrior:
     """
 
     def __init__(
-        self, model: nn.Module, sets: Sequence[GroupSet], lams: Mapping[str, float], scale: str, samples: int
+        self, model: nn.Module, sets: Sequence[GroupSet], lams: Mapping[str, float], scale: str | float, samples: int
     ) -> None:
         """Start with gamma = omega = 1 (algorithm 1).
 
@@ -30,7 +30,7 @@ class GroupPrior:
             model: the network whose weights are shrunk in place.
             sets: the group sets; they may overlap.
             lams: group set -> penalty strength lam.
-            scale: a name in `variance.SCALES`.
+            scale: a name in `variance.SCALES`, or a number, see `variance.scaled_curvature`.
             samples: number of training samples N.
         """
         self.model, self.sets, self.lams, self.scale, self.samples = model, tuple(sets), dict(lams), scale, samples
@@ -63,13 +63,16 @@ class GroupPrior:
                 factors[best] = 1.0
             scale_groups(group_set.members, weights, factors)
             self.alive[name] = factors > 0
+            self.gamma[name] = torch.where(self.alive[name], self.gamma[name], 0.0)
             scale_groups(group_set.writers, weights, self.alive[name].to(factors))
 
     @torch.no_grad()
     def update(self, curvature: Mapping[str, Tensor]) -> None:
         """One variance update: C, slopes, omega and gamma of every group, from the curvature of every weight.
 
-        A group that nothing holds (no curvature, hence omega = 0 and gamma = infinity) is dead: it goes.
+        A group whose weights have no curvature is dead, and goes: nothing holds it, and alone in its weights it would
+        get omega = 0 and gamma = infinity, out of the penalty's reach. A set without any curvature stays as it was: to
+        empty it would cut the network in two, and no gamma comes back from infinity.
 
         Args:
             curvature: weight name -> diagonal curvature of the mean loss, shaped like the weight.
@@ -79,39 +82,43 @@ class GroupPrior:
         for group_set in self.sets:
             name = group_set.name
             sizes = norms(group_set, weights)
-            self.omega[name] = variance.omega_from_slopes(slopes[name])
-            self.gamma[name] = variance.group_gamma(sizes, self.omega[name])
-            dead = torch.isinf(self.gamma[name]) | (sizes == 0)
-            if bool((self.alive[name] & ~dead).any()):
-                self.gamma[name] = torch.where(dead, torch.zeros_like(self.gamma[name]), self.gamma[name])
-                self.alive[name] &= ~dead
+            omega = variance.omega_from_slopes(slopes[name])
+            gamma = variance.group_gamma(sizes, omega)
+            living = self.alive[name] & self._held(group_set, weights, curvature) & torch.isfinite(gamma) & (gamma > 0)
+            if bool(living.any()):
+                self.omega[name], self.gamma[name], self.alive[name] = omega, torch.where(living, gamma, 0.0), living
         self.shrink(0.0)  # empties what was found dead
+
+    def _held(self, group_set: GroupSet, weights: Mapping[str, Tensor], curvature: Mapping[str, Tensor]) -> Tensor:
+        """(G,) bool: some weight that is not zero has curvature."""
+        names = {member.parameter for member in group_set.members}
+        return group_sums(group_set, {n: ((curvature[n] > 0) & (weights[n] != 0)).float() for n in names}) > 0
 
     def _slope_sums(
         self, group_set: GroupSet, weights: Mapping[str, Tensor], curvature: Mapping[str, Tensor]
     ) -> Tensor:
         """sum_{i in g} a_i -> (G,), over the weights that are not zero yet."""
-        slopes: dict[str, Tensor] = {}
-        for member in group_set.members:
+        total = torch.zeros_like(norms(group_set, weights))
+        for number, member in enumerate(group_set.members):
             weight = weights[member.parameter]
             precision = variance.scaled_curvature(
                 curvature[member.parameter], self.lams[group_set.name], self.scale, self.samples
             )
             gamma = member.spread(self.gamma[group_set.name], weight, 1.0).expand_as(weight)
-            others = self._other_precision(group_set, member.parameter, weight)
+            others = self._other_precision(group_set, number, weight)
             each = variance.overlapping_slope(gamma, others, precision)
-            slopes[member.parameter] = torch.where(weight == 0, torch.zeros_like(each), each)
-        return group_sums(group_set, slopes)
+            total += member.sums(torch.where(weight == 0, torch.zeros_like(each), each), group_set.size)
+        return total
 
-    def _other_precision(self, own: GroupSet, parameter: str, weight: Tensor) -> Tensor:
-        """sum_k 1/gamma_k over the other sets that hold each weight, shaped like the weight."""
+    def _other_precision(self, own: GroupSet, number: int, weight: Tensor) -> Tensor:
+        """sum_k 1/gamma_k over the other groups that hold each weight of member `number`, shaped like the weight."""
         total = torch.zeros_like(weight)
         for other in self.sets:
-            if other.name != own.name:
-                for member in other.members:
-                    if member.parameter == parameter:
-                        precision = torch.where(self.alive[other.name], 1 / self.gamma[other.name], 0.0)
-                        total += member.spread(precision, weight, 0.0)
+            for place, member in enumerate(other.members):
+                itself = other.name == own.name and place == number
+                if not itself and member.parameter == own.members[number].parameter:
+                    precision = torch.where(self.alive[other.name], 1 / self.gamma[other.name], 0.0)
+                    total += member.spread(precision, weight, 0.0)
         return total
 
     def kept(self, rule: str, threshold: float) -> dict[str, tuple[int, ...]]:

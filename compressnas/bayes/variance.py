@@ -13,20 +13,23 @@ from torch import Tensor
 SCALES = ("summed", "consistent", "paper")
 
 
-def scaled_curvature(curvature: Tensor, lam: float, scale: str, samples: int) -> Tensor:
+def scaled_curvature(curvature: Tensor, lam: float, scale: str | float, samples: int) -> Tensor:
     """Curvature as the updates want it, any shape.
 
     `consistent`: H/lam, the derivation with E the mean loss. `paper`: H, as algorithm 1 prints it. `summed`: N H, the
     curvature of the log-likelihood of all N training samples; the penalty's lam then tempers the prior alone. The more
     curvature, the closer gamma comes to the mean square of a group's weights and the penalty to lam |g| log ||w_g||,
     which leaves large groups in peace and empties small ones; with little curvature omega hardly depends on gamma, and
-    all groups shrink alike.
+    all groups shrink alike. A number takes the place of N.
 
-    Negative curvature (possible for networks that are not piecewise linear) is clamped at 0.
+    Negative curvature (possible for networks that are not piecewise linear) is clamped at 0. At lam = 0, where nothing
+    is shrunk, `consistent` gives 0.
 
     Raises:
         ValueError: `scale` is not in SCALES.
     """
+    if isinstance(scale, float):
+        return curvature.clamp(min=0) * scale
     if scale not in SCALES:
         raise ValueError(f"curvature scale must be one of {', '.join(SCALES)}, got {scale!r}")
     factor = {"summed": float(samples), "consistent": 1 / lam if lam > 0 else 0.0, "paper": 1.0}[scale]
@@ -34,16 +37,17 @@ def scaled_curvature(curvature: Tensor, lam: float, scale: str, samples: int) ->
 
 
 def posterior_variance(gamma: Tensor, precision: Tensor) -> Tensor:
-    """C = 1 / (1/gamma + H/lam), written so that gamma = 0 gives 0. Both have one shape; gamma is finite and >= 0."""
-    return gamma / (1 + gamma * precision)
+    """C = 1 / (1/gamma + H/lam), both of one shape. gamma = 0 gives 0, gamma = infinity gives lam/H."""
+    return 1 / (1 / gamma + precision)
 
 
 def slope(gamma: Tensor, precision: Tensor) -> Tensor:
-    """a = 1/gamma - C/gamma^2 = (H/lam) / (1 + gamma H/lam) >= 0, finite also at gamma = 0 where algorithm 1 has 0/0.
+    """a = 1/gamma - C/gamma^2 = (H/lam) / (1 + gamma H/lam) >= 0, both of one shape.
 
-    For gamma = infinity (a group that nothing holds) the limit 0 is returned.
+    Written as 1 / (lam/H + gamma): finite at gamma = 0 where algorithm 1 has 0/0, and right at every limit: 0 for no
+    curvature or gamma = infinity (a group that nothing holds), 1/gamma for infinite curvature.
     """
-    return torch.where(torch.isinf(gamma), torch.zeros_like(precision), precision / (1 + gamma * precision))
+    return 1 / (1 / precision + gamma)
 
 
 def overlapping_gamma(gammas: Tensor) -> Tensor:
@@ -58,7 +62,7 @@ def overlapping_slope(gamma: Tensor, others: Tensor, precision: Tensor) -> Tenso
     """a_j = 1/gamma_j - C/gamma_j^2 for group j of several that share a weight.
 
     With s = sum_{k != j} 1/gamma_k (`others`) this is (s + H/lam) / (1 + gamma_j (s + H/lam)): to group j the other
-    priors are more curvature. Written so that gamma_j = 0 is finite. All arguments have one shape.
+    priors are more curvature. Finite where gamma_j or 1/s is above 0. All arguments have one shape.
     """
     return slope(gamma, others + precision)
 

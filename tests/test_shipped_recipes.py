@@ -1,0 +1,53 @@
+"""Every recipe that ships is valid, opens with what it is, and runs at a shrunken size to a verified model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compressnas.progress import Progress
+from compressnas.recipe import Recipe, load_recipe
+from compressnas.run import run
+from compressnas.slim import SlimArch
+
+RECIPES = sorted(Path(__file__).parent.parent.joinpath("recipes").rglob("*.yaml"))
+
+
+def shrunken(path: Path, *more: str) -> Recipe:
+    """The recipe on a few synthetic images, for an epoch or two."""
+    method = load_recipe(path).method.kind
+    settings = ["data={name: synthetic, shape: [1, 28, 28], train: 160, validation: 64, test: 64}", "threads=1"]
+    settings += ["train.epochs=1", "finetune.epochs=1"]
+    settings += ["method.epochs=2", "method.curvature.samples=64"] if method == "bayes" else []
+    return load_recipe(path, [*settings, *more])
+
+
+def test_recipes_were_found() -> None:
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_header_says_what_and_how(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert any(line.startswith("# compressnas run ") for line in lines[:6]), "the header gives the command"
+    load_recipe(path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_runs_shrunken(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(shrunken(path), out, resume=False, overwrite=False, progress=Progress(quiet=True), command="test")
+    result = json.loads((out / "result.json").read_text())
+    assert result["proof"]["verdict"] == "equal"
+    assert result["proof"]["max_relative_difference"] <= 1e-9
+    assert result["check"]["max_abs_diff"] <= 1e-4 * result["check"]["max_abs_output"]
+    assert {"1", "2", "5"} == set(result["check"]["by_batch"])
+    points = {p["point"]: p for p in map(json.loads, (out / "points.jsonl").read_text().splitlines())}
+    assert points["slim"]["flops"] <= points["dense"]["flops"]
+    SlimArch.load(out / "slim.json")
+    expected = ["recipe.yaml", "facts.json", "slim.json", "weights.safetensors", "dense.safetensors", "model.onnx"]
+    expected += ["points.csv", "history.jsonl", "report.html", "report.md", "log.txt"]
+    assert [name for name in expected if not (out / name).is_file()] == []
+    assert list((out / "plots").glob("*.png"))
+    assert not list(out.rglob(".part-*"))
