@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compressnas.coupling import output_sets
 from compressnas.groups import GroupSet, kept_fractions, modules_with_weights
 from compressnas.measure import cost
 from compressnas.recipe import Target
@@ -35,18 +36,20 @@ class Budget:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
         if self.kind == "flops":
             return self.flops_meter(model, sets, example)
-        in_layers = _meter(model, sets, {name: m.weight.numel() for name, m in modules_with_weights(model)})
+        in_layers = _meter(model, sets, {n: m.weight.numel() for n, m in modules_with_weights(model)}, example)
         return lambda kept: in_layers(kept) + _others_left(model, sets, kept)
 
     @staticmethod
     def flops_meter(model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
         """`meter` in FLOPs, whatever the budget is in."""
-        return _meter(model, sets, cost(model, example).by_layer)
+        return _meter(model, sets, cost(model, example).by_layer, example)
 
 
-def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int]) -> Meter:
+def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int], example: Tensor) -> Meter:
+    outputs = output_sets(model, example)
+
     def meter(kept: Mapping[str, Tensor]) -> float:
-        left = kept_fractions(model, sets, kept)
+        left = kept_fractions(model, sets, kept, outputs)
         return sum(value * left.get(name, 1.0) for name, value in layers.items())
 
     return meter

@@ -114,13 +114,16 @@ def mask_groups(members: Sequence[Member], weights: Weights, kept: Sequence[int]
         scale_groups([member], weights, factors.to(weights[member.parameter].device))
 
 
-def kept_fractions(model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str, Tensor]) -> dict[str, float]:
+def kept_fractions(
+    model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str, Tensor], outputs: Sequence[GroupSet] = ()
+) -> dict[str, float]:
     """What part of each layer's weights, and so of its FLOPs, is left when only the kept groups stay.
 
     Rows, columns and border rows and columns of kernels that are gone count as removed; single kernel positions do not.
 
     Args:
         kept: group set -> (G,) bool.
+        outputs: the sets of output units of the network: units that nothing reads any more count as removed, too.
 
     Returns:
         layer -> fraction in 0..1, of every convolution and linear layer.
@@ -137,6 +140,14 @@ def kept_fractions(model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str
             for axis in member.axes:
                 others = [a for a in range(weight.dim()) if a != axis]
                 left[axis] &= places.sum(others).bool().expand(weight.shape[axis])
+    for group_set in reversed(outputs):  # later layers first: a unit may idle because its only readers do
+        read = torch.zeros(group_set.size, dtype=torch.bool, device=next(iter(weights.values())).device)
+        for reader in group_set.readers:
+            read[reader.group_of[axes_left[reader.parameter][reader.axes[0]] & (reader.group_of >= 0)]] = True
+        for member in group_set.members:
+            if member not in group_set.readers:
+                alive = axes_left[member.parameter][member.axes[0]]
+                alive &= (member.group_of < 0) | read[member.group_of.clamp(min=0)]
     return {
         name: _box(weights[f"{name}.weight"], axes_left[f"{name}.weight"]) for name, _ in modules_with_weights(model)
     }

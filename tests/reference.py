@@ -170,7 +170,8 @@ def dense_ggn(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     for image in images:
 
         def logits(weights: dict[str, Tensor], image: Tensor = image) -> Tensor:
-            return torch.func.functional_call(model, weights, (image[None],))[0]  # (C,)
+            result: Tensor = torch.func.functional_call(model, weights, (image[None],))[0]  # (C,)
+            return result
 
         p = logits(weights).softmax(0)
         hessian = torch.diag(p) - torch.outer(p, p)  # (C, C)
@@ -244,7 +245,8 @@ def _weight_diagonal(layer: nn.Linear | nn.Conv2d, value: Tensor, hessian: Tenso
         for n, c in itertools.product(range(layer.out_features), range(layer.in_features)):
             result[n, c] = hessian[n] * value[c] ** 2
         return result
-    (step_y, step_x), (pad_y, pad_x), (gap_y, gap_x) = layer.stride, layer.padding, layer.dilation  # type: ignore[misc]
+    assert not isinstance(layer.padding, str)  # the tests name it in pixels
+    (step_y, step_x), (pad_y, pad_x), (gap_y, gap_x) = layer.stride, layer.padding, layer.dilation
     height, width = layer(value[None]).shape[-2:]
     outputs = hessian.reshape(layer.out_channels, height, width)
     per_group = layer.out_channels // layer.groups

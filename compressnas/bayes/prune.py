@@ -155,9 +155,8 @@ class _Loop:
             nonlocal taken
             taken += 1
             self.prior.shrink(self.settings.lr)
-            if taken % 10 == 0 or taken == steps:
-                show["groups_alive"] = self._groups_alive()
-                self.reached = self.meter(self.prior.alive) <= self.budget.limit
+            show["groups_alive"] = self._groups_alive()
+            self.reached = self.meter(self.prior.alive) <= self.budget.limit
             return self.reached or taken == steps
 
         place = f"{STAGE}, epoch {self.epoch + 1}"
@@ -226,9 +225,12 @@ class _Loop:
         notes = [f"{name} is left alone: {reason}" for name, reason in self.left_alone]
         alive = {n: _flags(indices, self.prior.gamma[n]) for n, indices in kept.items()}
         if self.meter(alive) > self.budget.limit:
-            scores = {name: self.prior.gamma[name] for name in alive}
+            means = {name: self.prior.gamma[name][flags].mean() for name, flags in alive.items()}
+            scores = {name: self.prior.gamma[name] / means[name] for name in alive}  # layers differ in scale
             alive = fewest(self.meter, alive, scores, self.budget.limit)
-            notes.append("the target was not reached while shrinking: the rest went by gamma per cost, lowest first")
+            notes.append(
+                "the target was not reached while shrinking: the rest went by gamma (over the mean of its set) per cost"
+            )
         original = {n: tuple(self.origin[n][i] for i in alive[n].nonzero()[:, 0].tolist()) for n in alive}
         origin: dict[str, str | int | float] = {"method": "bayes", "seed": self.work.seed, "lam": settings.lam}
         origin |= {"groups": ", ".join(settings.groups), "rule": settings.rule, "epochs": self.epoch}
