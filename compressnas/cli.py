@@ -1,8 +1,10 @@
 """The commands. What needs torch or ONNX Runtime is imported by the command that uses it."""
 
 import errno
+import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -43,6 +45,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a fa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _make_streams_safe()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         typer.main.get_command(app)(args=arguments, prog_name="compressnas", obj=arguments)
@@ -71,8 +74,29 @@ def _told(error: Exception) -> tuple[str, int]:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: {error.strerror}", InputError.exit_code
     text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or re.search("OutOfMemory|allocate memory|not enough memory", repr(error)):
+        return f"not enough memory for what was asked: {text or type(error).__name__}", InputError.exit_code
     fault = "this is a fault of compressnas; --debug shows the traceback"
     return f"{type(error).__name__}: {text} ({fault})", RunFailed.exit_code
+
+
+def _make_streams_safe() -> None:
+    """Let a closed stdout or stderr swallow what is said, and a narrow encoding show what it cannot write as escapes.
+
+    Python has no stream for a closed descriptor, and the next file that is opened would take its number: what a
+    library prints would end up in it.
+    """
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            substitute = os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)
+            setattr(sys, name, substitute)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _complain(text: str) -> None:

@@ -111,7 +111,7 @@ def _line(details: ErrorDetails, model: Model, document: Mapping[Any, Any]) -> s
         expected = _one_of(names) if names else context["expected"].lower()
         return f"{path}: expected {expected}, got {shown(value)}{suggestion(value, names)}"
     if kind in _EXPECTED:
-        limits = {key: int(x) if isinstance(x, float) and x.is_integer() else x for key, x in context.items()}
+        limits = {key: f"{x:g}" if isinstance(x, float) else x for key, x in context.items()}
         return f"{path}: expected {_EXPECTED[kind].format(**limits)}, got {shown(value)}"
     return f"{path}: {details['msg']}, got {shown(value)}"
 

@@ -113,7 +113,7 @@ class Progress:
         if self._log is None:
             return
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        with open(self._log, "a", encoding="utf-8") as file:
+        with open(self._log, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,8 +33,17 @@ def _once(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
+def _known_scale(value: object) -> object:
+    """Refuse in one line what the union would refuse in two, one for each of its members."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not number and value not in ("summed", "consistent", "paper"):
+        raise ValueError(f"expected one of summed, consistent, paper, or a number > 0, got {shown(value)}")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+LARGEST = 1e30  # what torch multiplies float32 weights with; more would overflow, and not be told as a loss
 
 
 class Section(BaseModel):
@@ -117,15 +127,16 @@ class Train(Section):
     """SGD with momentum, linear warm-up, then cosine decay to zero."""
 
     epochs: int = Field(default=10, ge=0)
-    lr: float = Field(default=0.05, gt=0)
+    lr: float = Field(default=0.05, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=5e-4, ge=0)
+    weight_decay: float = Field(default=5e-4, ge=0, le=LARGEST)
     warmup: float = Field(default=1.0, ge=0, description="epochs of linear warm-up")
+    clip: float | None = Field(default=None, gt=0, description="largest norm of a step's gradient")
 
 
 class Finetune(Train):
-    lr: float = Field(default=0.02, gt=0)
+    lr: float = Field(default=0.02, gt=0, le=LARGEST)
 
 
 # ---------------------------------------------------------------- methods
@@ -174,12 +185,14 @@ class Bayes(Section):
     )
     lam_growth: float = Field(default=1.0, ge=1, description="factor on lam in each epoch, until the target is met")
     epochs: int = Field(default=12, ge=1)
-    lr: float = Field(default=0.02, gt=0)
+    lr: float = Field(default=0.02, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=LARGEST)
     curvature: Curvature = Curvature()
-    curvature_scale: Literal["summed", "consistent", "paper"] | Annotated[float, Field(gt=0)] = "summed"
+    curvature_scale: Annotated[Literal["summed", "consistent", "paper"] | float, BeforeValidator(_known_scale)] = (
+        "summed"
+    )
     updates_per_epoch: int = Field(default=1, ge=1, description="variance updates in an epoch")
     rule: Literal["keep_at_zero", "threshold"] = "keep_at_zero"
     threshold: float = Field(default=0.0585498, gt=0, description="gamma at or below it goes; 1/(2 pi e)")
@@ -215,7 +228,7 @@ class Recipe(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     data: Data
     model: Model
     train: Train | None = None

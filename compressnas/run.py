@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,14 +19,14 @@ from compressnas.baselines import magnitude
 from compressnas.bayes.prune import Decision, bayes_prune
 from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
-from compressnas.export import Check, export_onnx, onnx_metadata
+from compressnas.export import BATCH_SIZES, Check, export_onnx, onnx_metadata
 from compressnas.files import write_whole
 from compressnas.groups import modules_with_weights, structure
 from compressnas.latency import interleaved
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
-from compressnas.recipe import Recipe, recipe_hash, to_yaml
+from compressnas.recipe import Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
@@ -34,6 +34,12 @@ from compressnas.train import Work, evaluate, fit, make_work
 from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
+GUESSING = 0.9  # an error above this part of what guessing gives is called so
+# What --overwrite removes; recipe.yaml and facts.json are replaced. Whatever else lies in the folder is its user's.
+WRITTEN = (
+    "checkpoint", "log.txt", "history.jsonl", "points.jsonl", "points.csv", "result.json", "slim.json",
+    "dense.safetensors", "weights.safetensors", "model.onnx", "report.html", "report.md", "plots",
+)  # fmt: skip
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: Progress, command: str) -> Path:
@@ -46,6 +52,9 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     _refuse_folder(recipe, out, resume, overwrite)
     work = make_work(recipe.device, recipe.seed, recipe.threads, progress, out / "checkpoint")
     data = load_data(recipe.data, recipe.seed)
+    if len(data.validation) < max(BATCH_SIZES):
+        held = f"the validation split has {len(data.validation)} images"
+        raise InputError(f"data: {held}; expected at least {max(BATCH_SIZES)}, to check the ONNX file with")
     example = data.train[0][0][None].to(work.device)
     dense = _untrained(recipe, data).to(work.device)
     CHECKS[recipe.method.kind](dense, example, recipe)  # nothing is written before all input is known to be good
@@ -74,12 +83,16 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     small, selection_notes = _with_faster_inputs(small.cpu(), recipe, removal, images.cpu(), out)
     networks = {"dense": dense.cpu(), "slim": small}
     checks = _export(recipe, out, data, networks, images.cpu(), proof)
-    _write_points(out, data, networks, checks)
-    notes = [*decision.notes, *selection_notes, "latency: ONNX Runtime, batch 1, one thread, the two files in turns"]
+    points = _write_points(out, data, networks, checks)
+    doubts = _doubts(recipe, points, len(data.classes))
+    latency_note = "latency: ONNX Runtime, batch 1, one thread, the two files in turns"
+    notes = [*doubts, *decision.notes, *selection_notes, latency_note]
     result = _result(recipe, decision, slim, removal, proof, networks, checks["slim"], notes)
     write_whole(out / "result.json", json.dumps(result, indent=1, sort_keys=True))
     write_report(out)
     progress.say(f"verified: ONNX Runtime = torch to {checks['slim'].max_abs_diff:.0e} at batch 1, 2 and 5")
+    for doubt in doubts:
+        progress.say(f"note: {doubt}")
     return out
 
 
@@ -88,24 +101,31 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
 
 def _refuse_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> None:
     """Refuse a run folder that is there, unless it may be resumed or overwritten. Changes nothing."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:  # ONNX Runtime and the report could not name it
+        raise InputError(f"output {str(out)!r}: expected a path that is UTF-8 text") from error
     if out.exists() and not out.is_dir():
         raise InputError(f"output {out}: a file is there; name a folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (resume or overwrite):
         raise InputError(f"output {out}: the folder exists; use --resume, --overwrite, or another --out")
-    known = (out / "recipe.yaml").is_file()
+    known = (out / "recipe.yaml").is_file() and ((out / "checkpoint").is_dir() or (out / "facts.json").is_file())
     leftovers = all(path.name == "checkpoint" or path.name.startswith(".part-") for path in out.iterdir())
     if not known and not leftovers:
-        raise InputError(f"output {out}: not a run folder (no recipe.yaml in it), so it is left alone")
+        raise InputError(f"output {out}: not a run folder (no recipe.yaml and checkpoint in it), so it is left alone")
     if resume and known and (out / "recipe.yaml").read_text(encoding="utf-8") != to_yaml(recipe):
         raise InputError(f"output {out}: it holds a run of another recipe; use --overwrite, or another --out")
 
 
 def _make_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:
     try:
-        if overwrite and out.exists():
-            shutil.rmtree(out)
+        for path in [out / name for name in WRITTEN] if overwrite else []:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         (out / "checkpoint").mkdir(parents=True, exist_ok=True)
         for left_over in (*out.glob(".part-*"), *out.glob("*/.part-*")):  # of a killed run
             left_over.unlink()
@@ -232,8 +252,10 @@ def _onnx_files(out: Path) -> dict[str, Path]:
     return {"dense": out / "checkpoint" / "dense.onnx", "slim": out / "model.onnx"}
 
 
-def _write_points(out: Path, data: DataSet, networks: Mapping[str, nn.Module], checks: Mapping[str, Check]) -> None:
-    """Measure dense and slim; the only place that reads the test split."""
+def _write_points(
+    out: Path, data: DataSet, networks: Mapping[str, nn.Module], checks: Mapping[str, Check]
+) -> list[dict[str, Any]]:
+    """Measure dense and slim -> what was written; the only place that reads the test split."""
     times = interleaved(_onnx_files(out), data.shape)
     example = _images(data)[:1]
     points = []
@@ -256,6 +278,29 @@ def _write_points(out: Path, data: DataSet, networks: Mapping[str, nn.Module], c
             }
         )
     _write_lines(out / "points.jsonl", points)
+    return points
+
+
+def _doubts(recipe: Recipe, points: Sequence[Mapping[str, Any]], classes: int) -> list[str]:
+    """What a user must know before using the result, from the dense and the slim point."""
+    dense, slim = points
+    notes = []
+    target: Target | None = getattr(recipe.method, "target", None)
+    if target is not None:
+        kind, value = ("flops", target.flops) if target.flops is not None else ("params", target.params)
+        assert value is not None  # a Target holds exactly one of the two
+        limit = value * dense[kind] if value < 1 else value
+        if slim[kind] > limit:
+            most = f"{limit:,.0f}" if limit >= 1 else f"{limit:.1g}"
+            notes.append(f"the target is missed: {slim[kind]:,} {kind}, and at most {most} were asked for")
+    guesses = GUESSING * (1 - 1 / classes)
+    for point in points:
+        if point["validation_error"] > guesses:
+            notes.append(f"the {point['point']} network hardly does better than guessing: validation error"
+                         f" {point['validation_error']:.2%} with {classes} classes")  # fmt: skip
+    if slim["flops"] >= dense["flops"]:
+        notes.append(f"no FLOPs were saved: {dense['flops']:,} before, {slim['flops']:,} after")
+    return notes
 
 
 def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:

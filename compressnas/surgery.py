@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,9 +57,26 @@ def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Foun
             why = _hint(model, kind) or (f" ({reasons})" if reasons else "")
             raise InputError(f"groups: this network has no group of kind {kind}{why}")
         found += of_kind
+    return Found(_ordered(model, found), tuple(left_alone.items()))
+
+
+def same_groups(
+    model: nn.Module, example: Tensor, kinds: Sequence[str], names: Collection[str]
+) -> tuple[GroupSet, ...]:
+    """The group sets `names` of a network from which units of these very sets were removed; not tried once more.
+
+    Unlike `find_groups` it has the sets of which a single unit is left.
+    """
+    outputs = [s for s in output_sets(model, example) if s.name in names]
+    return _ordered(model, [s for kind in kinds for s in _sets_of_kind(model, outputs, kind)])
+
+
+def _ordered(model: nn.Module, sets: Sequence[GroupSet]) -> tuple[GroupSet, ...]:
+    """Layer by layer, what reads its inputs first."""
     order = [name for name, _ in modules_with_weights(model)]
-    found.sort(key=lambda s: (order.index(s.name.rpartition(".")[0]), s.kind not in ("column", "shape")))
-    return Found(tuple(found), tuple(left_alone.items()))
+    return tuple(
+        sorted(sets, key=lambda s: (order.index(s.name.rpartition(".")[0]), s.kind not in ("column", "shape")))
+    )
 
 
 def _hint(model: nn.Module, kind: str) -> str:

@@ -123,6 +123,7 @@ def train_epoch(
     place: str,
     step: Step,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+    clip: float | None = None,
     after_step: Callable[[], bool] | None = None,
     show: Mapping[str, float | int | str] | None = None,
 ) -> tuple[float, float]:
@@ -131,10 +132,11 @@ def train_epoch(
     Args:
         place: where this is, for the message of a loss that is not finite.
         step: moves the progress bar, once for each batch.
+        clip: largest norm of the gradient; longer ones are scaled down to it.
         after_step: called after each optimizer step; True ends the epoch.
 
     Raises:
-        InputError: the loss is NaN or infinite.
+        InputError: the loss or, after the last step, a weight is NaN or infinite.
     """
     model.train()
     total = wrong = seen = 0.0
@@ -147,6 +149,8 @@ def train_epoch(
             raise InputError(f"{place}, step {number}: the loss is {value}; try a smaller learning rate")
         optimizer.zero_grad()
         work.accelerator.backward(loss)
+        if clip is not None:
+            work.accelerator.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -156,17 +160,28 @@ def train_epoch(
         step(1, loss=f"{total / seen:.4f}", **(show or {}))
         if after_step is not None and after_step():
             break
+    if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+        raise InputError(f"{place}, step {number}: weights are no longer finite; try a smaller learning rate")
     return total / seen, wrong / seen
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split, device: torch.device | str, batch_size: int = 500) -> float:
-    """Error, a fraction of the split, in eval mode; the network's training flag comes back as it was."""
+def evaluate(
+    model: nn.Module, split: Split, device: torch.device | str, batch_size: int = 500, *, place: str = "evaluation"
+) -> float:
+    """Error, a fraction of the split, in eval mode; the network's training flag comes back as it was.
+
+    Raises:
+        InputError: an output is NaN or infinite, which `place` is named for.
+    """
     training = model.training
     model.eval()
     wrong = 0
     for images, labels in batches(split, batch_size):
-        wrong += int((model(images.to(device)).argmax(1).cpu() != labels).sum())
+        logits = model(images.to(device))
+        if not bool(logits.isfinite().all()):
+            raise InputError(f"{place}: the network's outputs are not finite; try a smaller learning rate")
+        wrong += int((logits.argmax(1).cpu() != labels).sum())
     model.train(training)
     return wrong / len(split)
 
@@ -217,7 +232,7 @@ def fit(
     model = channels_last(model.to(work.device))
     per_epoch = math.ceil(len(data.train) / settings.batch_size)
     steps = max(1, settings.epochs * per_epoch)
-    warmup = min(round(settings.warmup * per_epoch), steps // 2)
+    warmup = round(min(settings.warmup * per_epoch, steps // 2))
     optimizer = sgd(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, steps))
     done = _restored(model, optimizer, schedule, work, stage)
@@ -229,9 +244,17 @@ def fit(
             started = time.perf_counter()
             place = f"{stage}, epoch {epoch + 1}"
             loss, train_error = train_epoch(
-                wrapped, prepared, ready, work, place=place, step=step, schedule=schedule, after_step=after_step
+                wrapped,
+                prepared,
+                ready,
+                work,
+                place=place,
+                step=step,
+                schedule=schedule,
+                clip=settings.clip,
+                after_step=after_step,
             )
-            error = evaluate(model, data.validation, work.device)
+            error = evaluate(model, data.validation, work.device, place=place)
             step(0, error=f"{error:.2%}")
             work.record(
                 stage,

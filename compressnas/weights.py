@@ -26,7 +26,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     `module.`.
 
     Raises:
-        InputError: the file is missing, damaged, no state dict, or does not fit the model.
+        InputError: the file is missing, damaged, no state dict, does not fit the model, or holds NaN or infinity.
     """
     if not path.is_file():
         raise InputError(f"model.weights: no file {path.absolute()}")
@@ -52,7 +52,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
         for name, tensor in own.items()
         if name in given and given[name].shape != tensor.shape
     ]
+    faults += [f"{name} has values that are not finite" for name in own if not _is_finite(given.get(name))]
     if faults:
         more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
         raise InputError(f"weights {path} do not fit the model: {'; '.join(faults[:4])}{more}")
     model.load_state_dict(given)
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(tensor.isfinite().all())

@@ -126,6 +126,24 @@ def test_a_full_disk_behind_stdout_is_no_success() -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 
+def test_closed_streams_are_no_failure(recipe: Path) -> None:
+    """And the next file that is opened does not take the number of a closed one: what is printed would end up in it."""
+    script = f"import os, sys; from compressnas.cli import main; code = main(['check', {str(recipe)!r}]); " + (
+        f"file = open({str(recipe.parent / 'new')!r}, 'w'); sys.exit(code or file.fileno() < 3)"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", script]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_what_an_encoding_lacks_is_shown_as_an_escape(recipe: Path) -> None:
+    path = recipe.rename(recipe.with_name("\u2603.yaml"))
+    command = [sys.executable, "-m", "compressnas", "check", str(path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u2603.yaml: valid" in done.stdout
+
+
 # ---------------------------------------------------------------- in this process
 
 
@@ -225,6 +243,13 @@ INTERRUPTED = "interrupted; continue with --resume\n"
             1,
             "error: ValueError: two lines (this is a fault of compressnas; --debug shows the traceback)\n",
         ),
+        (
+            raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes")),
+            2,
+            "error: not enough memory for what was asked: "
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes\n",
+        ),
+        (raising(MemoryError()), 2, "error: not enough memory for what was asked: MemoryError\n"),
         (
             raising(OSError(errno.ENOSPC, "No space left on device", "log.txt")),
             2,

@@ -130,6 +130,16 @@ export: {foo: 1}
         ("method.lam=true", "method.lam: expected a number, got true"),
         ("method.lam='1'", "method.lam: expected a number, got '1'"),
         ("method.lam=-.inf", "method.lam: expected a finite number, got -inf"),
+        ("train.lr=1e31", "train.lr: expected a number <= 1e+30, got 1e+31"),
+        ("threads=1000000", "threads: expected a number <= 1024, got 1000000"),
+        (
+            "method.curvature_scale=0",
+            "method.curvature_scale: expected one of summed, consistent, paper, or a number >",
+        ),
+        (
+            "method.curvature_scale=x",
+            "method.curvature_scale: expected one of summed, consistent, paper, or a number >",
+        ),
         ("seed=-1", "seed: expected a number >= 0, got -1"),
         ("seed=4294967296", "seed: expected a number < 4294967296, got 4294967296"),
         ("model=lenet5", "model: expected a mapping (key: value), got 'lenet5'"),
@@ -223,7 +233,7 @@ def test_switching_a_union_drops_only_what_the_former_member_knew(write: Write) 
 
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
-    assert set(recipe.method.model_dump(exclude_none=True)) == {"kind", "target"}
+    assert set(recipe.method.model_dump(exclude_none=True)) == {"kind", "target", "scope"}
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from compressnas.errors import InputError
+
 RECIPE: dict[str, Any] = {
     "seed": 3,
     "threads": 1,
@@ -164,6 +166,68 @@ def test_a_folder_that_is_no_run_is_never_overwritten(tmp_path: Path) -> None:
     refused(compressnas(tmp_path, RECIPE, "--overwrite"), "not a run folder")
     refused(compressnas(tmp_path, RECIPE, "--resume"), "not a run folder")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def quick(folder: Path, recipe: dict[str, Any], out: Path, **options: bool) -> None:
+    """A run in this process; it is meant to be refused."""
+    from compressnas.progress import Progress
+    from compressnas.recipe import load_recipe
+    from compressnas.run import run
+
+    path = folder / "quick.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    settings = {"resume": False, "overwrite": False} | options
+    run(load_recipe(path), out, **settings, progress=Progress(quiet=True), command="test")
+
+
+def test_a_folder_with_a_recipe_of_the_user_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="not a run folder"):
+        quick(tmp_path, RECIPE, tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_overwrite_leaves_what_no_run_has_written_and_goes_through_links(tmp_path: Path) -> None:
+    out, link = tmp_path / "out", tmp_path / "link"
+    (out / "checkpoint").mkdir(parents=True)
+    link.symlink_to(out)
+    for name in ("recipe.yaml", "facts.json", "model.onnx", "slim.json", "checkpoint/train.pt", "notes.txt"):
+        (out / name).write_text("old")
+    with pytest.raises(InputError, match="learning rate"):
+        quick(tmp_path, changed(train={"lr": 1e30}), link, overwrite=True)
+    assert link.is_symlink() and (out / "notes.txt").read_text() == "old"
+    assert (out / "recipe.yaml").read_text() != "old"
+    assert not (out / "model.onnx").exists() and not (out / "checkpoint" / "train.pt").exists()
+
+
+def test_too_few_images_to_verify_with_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="validation split has 4 images; expected at least 5"):
+        quick(tmp_path, changed(data={"validation": 4}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"caf\\udce9'.*UTF-8"):
+        quick(tmp_path, RECIPE, tmp_path / "caf\udce9")
+
+
+def test_a_useless_result_is_never_without_a_note(tmp_path: Path) -> None:
+    from compressnas.recipe import load_recipe
+    from compressnas.run import _doubts
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe = load_recipe(tmp_path / "recipe.yaml")  # target: 0.4 of the FLOPs; 4 classes
+    dense = {"point": "dense", "validation_error": 0.01, "flops": 1000, "params": 100}
+    good, missed = {"point": "slim", "validation_error": 0.02, "flops": 400, "params": 40}, {"flops": 401}
+    assert _doubts(recipe, [dense, good], 4) == []
+    assert _doubts(recipe, [dense, good | missed], 4) == [
+        "the target is missed: 401 flops, and at most 400 were asked for"
+    ]
+    (died,) = _doubts(recipe, [dense, good | {"validation_error": 0.75}], 4)
+    assert died == "the slim network hardly does better than guessing: validation error 75.00% with 4 classes"
+    free = load_recipe(tmp_path / "recipe.yaml", ["method.target="])
+    assert _doubts(free, [dense, good | {"flops": 1000}], 4) == ["no FLOPs were saved: 1,000 before, 1,000 after"]
 
 
 BAD_INPUT = {

@@ -151,6 +151,7 @@ MISFITS: dict[str, tuple[Callable[[State], Any], str]] = {
     "a list": (lambda s: list(s.values()), "expected a state dict"),
     "numbers for names": (lambda s: dict(enumerate(s.values())), "expected a state dict"),
     "empty": (lambda s: {}, "0.weight is missing"),
+    "not finite": (lambda s: {**s, "0.bias": torch.tensor([0, float("nan")])}, "0.bias has values that are not finite"),
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
 from compressnas.budget import Budget, fewest
+from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
 from compressnas.errors import InputError
 from compressnas.groups import GroupSet, group_sizes, kept_fractions, norms, weights_of
@@ -19,10 +20,11 @@ from compressnas.measure import cost
 from compressnas.progress import Step
 from compressnas.recipe import Bayes, Train
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, origins, remove
+from compressnas.surgery import find_groups, origins, remove, same_groups
 from compressnas.train import Work, channels_last, evaluate, sgd, stage_seed, train_epoch, training_batches
 
 STAGE = "shrink"
+LARGEST_LAM = 1e30  # empties every group in one step, and is finite in float32
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,16 @@ def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Tenso
     total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops)
     mean = sum(layer_flops.values()) / total_weights
     alive = {s.name: torch.ones(s.size, dtype=torch.bool) for s in sets}
+    outputs = output_sets(model, example)
     result = {}
     for group_set in sets:
         without_first = dict(alive)
         without_first[group_set.name] = torch.arange(group_set.size) > 0
-        left = kept_fractions(model, sets, without_first)
+        left = kept_fractions(model, sets, without_first, outputs)
         saved = sum(flops * (1 - left[name]) for name, flops in layer_flops.items())
         per_weight = saved / float(group_sizes(group_set, weights)[0])
-        result[group_set.name] = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
+        strength = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
+        result[group_set.name] = min(strength, LARGEST_LAM)
     return result
 
 
@@ -103,7 +107,7 @@ class _Loop:
         """Go on with `model`, whose groups are those numbered `origin` of the dense network."""
         self.model = channels_last(model.to(self.work.device))
         self.origin = origin
-        self.sets = tuple(sets or find_groups(self.model, self.example, self.settings.groups).sets)
+        self.sets = tuple(sets or same_groups(self.model, self.example, self.settings.groups, origin))
         samples, scale = len(self.data.train), self.settings.curvature_scale
         self.prior = GroupPrior(self.model, self.sets, self.lams, scale, samples)
         self.meter = self.budget.meter(self.model, self.sets, self.example)
@@ -134,7 +138,7 @@ class _Loop:
             if self.compacts:
                 self._compact()
         self.epoch += 1
-        error = evaluate(self.model, self.data.validation, work.device)
+        error = evaluate(self.model, self.data.validation, work.device, place=f"{STAGE}, epoch {self.epoch}")
         step(0, error=f"{error:.2%}")
         work.record(
             STAGE,
@@ -150,13 +154,14 @@ class _Loop:
     def _one_round(self, iterator: Iterator[Any], steps: int, step: Step) -> tuple[float, float, int]:
         """`steps` optimizer steps, each with its proximal step -> loss, training error, steps taken."""
         taken, show = 0, {"groups_alive": self._groups_alive()}
+        has_target = self.settings.target is not None  # without one every epoch is run
 
         def after_step() -> bool:
             nonlocal taken
             taken += 1
             self.prior.shrink(self.settings.lr)
             show["groups_alive"] = self._groups_alive()
-            self.reached = self.meter(self.prior.alive) <= self.budget.limit
+            self.reached = has_target and self.meter(self.prior.alive) <= self.budget.limit
             return self.reached or taken == steps
 
         place = f"{STAGE}, epoch {self.epoch + 1}"
@@ -171,8 +176,11 @@ class _Loop:
     def _update(self, part: float) -> None:
         """One variance update from fresh training images, after this part of the epoch."""
         settings, wanted = self.settings, self.settings.curvature
-        growth = settings.lam_growth ** (self.epoch + part)
-        self.prior.lams = {name: lam * growth for name, lam in self.lams.items()}
+        try:
+            growth = settings.lam_growth ** (self.epoch + part)
+        except OverflowError:
+            growth = LARGEST_LAM
+        self.prior.lams = {name: min(lam * growth, LARGEST_LAM) for name, lam in self.lams.items()}
         seed = stage_seed(self.work.seed, f"curvature {self.epoch + part:.6f}")
         loader = batches(self.data.train, wanted.batch_size, shuffle=True, seed=seed)
         taken = -(-wanted.samples // wanted.batch_size)
