@@ -138,6 +138,7 @@ def test_interrupt_leaves_whole_files_and_can_be_resumed(finished: tuple[Path, f
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has it ignored
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "out" / "checkpoint" / "train.pt").exists() and time.monotonic() < deadline:
