@@ -27,10 +27,8 @@ class Budget:
         """The limit that a target means for the dense network: a value below 1 is a fraction of its cost."""
         if target is None:
             return Budget("flops", math.inf)
-        kind, value = ("flops", target.flops) if target.flops is not None else ("params", target.params)
-        assert value is not None  # a Target holds exactly one of the two
         whole = cost(dense, example)
-        return Budget(kind, value * getattr(whole, kind) if value < 1 else value)
+        return Budget(*target.limit(whole.flops, whole.params))
 
     def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""

@@ -173,6 +173,12 @@ class Target(Section):
             raise ValueError(f"expected exactly one of flops, params; got {'both' if given else 'neither'}")
         return self
 
+    def limit(self, flops: float, params: float) -> tuple[str, float]:
+        """(`flops` or `params`, the most of it that is allowed) for a dense network of this cost."""
+        kind, value, whole = ("flops", self.flops, flops) if self.flops is not None else ("params", self.params, params)
+        assert value is not None  # exactly one of the two is given
+        return kind, value * whole if value < 1 else value
+
 
 class Bayes(Section):
     """Groups whose posterior prior variance has collapsed go (BayesNAS): group Lasso with learned weights."""

@@ -287,9 +287,7 @@ def _doubts(recipe: Recipe, points: Sequence[Mapping[str, Any]], classes: int) -
     notes = []
     target: Target | None = getattr(recipe.method, "target", None)
     if target is not None:
-        kind, value = ("flops", target.flops) if target.flops is not None else ("params", target.params)
-        assert value is not None  # a Target holds exactly one of the two
-        limit = value * dense[kind] if value < 1 else value
+        kind, limit = target.limit(dense["flops"], dense["params"])
         if slim[kind] > limit:
             most = f"{limit:,.0f}" if limit >= 1 else f"{limit:.1g}"
             notes.append(f"the target is missed: {slim[kind]:,} {kind}, and at most {most} were asked for")
