@@ -12,6 +12,7 @@ from torch import Tensor
 Augment = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 
 SHIFT = 2  # pixels each way
+NUDGE = 1  # pixel each way
 CROP = 4  # pixels each way
 
 
@@ -28,6 +29,11 @@ def _move(images: Tensor, black: Tensor, reach: int, generator: torch.Generator)
 def shift(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
     """Translate by up to 2 pixels each way: digits stay readable."""
     return _move(images, black, SHIFT, generator)
+
+
+def nudge(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
+    """Translate by up to 1 pixel each way: as much as a small network without convolutions can learn."""
+    return _move(images, black, NUDGE, generator)
 
 
 def crop(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
@@ -58,4 +64,4 @@ def cutout(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
     return images.masked_fill(hole[:, None], 0.0)
 
 
-AUGMENTS: dict[str, Augment] = {"shift": shift, "flip": flip, "crop": crop, "cutout": cutout}
+AUGMENTS: dict[str, Augment] = {"shift": shift, "nudge": nudge, "flip": flip, "crop": crop, "cutout": cutout}

@@ -15,7 +15,7 @@ from compressnas.yaml_text import read_yaml, write_yaml
 
 ModelName = Literal["lenet5", "lenet300_100"]
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
-AugmentName = Literal["shift", "flip", "crop", "cutout"]
+AugmentName = Literal["shift", "nudge", "flip", "crop", "cutout"]
 
 
 def _as_tuple(value: object) -> object:
@@ -136,7 +136,11 @@ class Train(Section):
 
 
 class Finetune(Train):
+    """Training of what is left; with `distill` it learns from the dense network's outputs, too."""
+
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
+    distill: float = Field(default=0.0, ge=0, le=1, description="weight of the dense network's outputs in the loss")
+    temperature: float = Field(default=3.0, gt=0, le=LARGEST, description="that softens both outputs for `distill`")
 
 
 # ---------------------------------------------------------------- methods
@@ -246,10 +250,13 @@ class Recipe(Section):
     def _has_weights(self) -> "Recipe":
         if _no_weights(self.model_dump()):
             raise ValueError(_NO_WEIGHTS)
+        if self.finetune.distill > 0 and self.train is None and self.model.weights is None:
+            raise ValueError(_NO_TEACHER)
         return self
 
 
 _NO_WEIGHTS = "train: missing; expected this section, or model.weights (a network that is trained already)"
+_NO_TEACHER = "finetune.distill: nothing to learn from; expected train or model.weights, which make a dense network"
 
 
 def _no_weights(document: Mapping[Any, Any]) -> bool:

@@ -18,6 +18,7 @@ from compressnas import __version__
 from compressnas.baselines import magnitude
 from compressnas.bayes.prune import Decision, bayes_prune
 from compressnas.data import DataSet, load_data
+from compressnas.distill import distillation
 from compressnas.errors import InputError
 from compressnas.export import BATCH_SIZES, Check, export_onnx, onnx_metadata
 from compressnas.files import write_whole
@@ -26,11 +27,11 @@ from compressnas.latency import interleaved
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
-from compressnas.recipe import Recipe, Target, recipe_hash, to_yaml
+from compressnas.recipe import Finetune, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
-from compressnas.train import Work, evaluate, fit, make_work
+from compressnas.train import Loss, Work, channels_last, cross_entropy, evaluate, fit, make_work
 from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
@@ -76,7 +77,8 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     )
     if recipe.method.kind == "given" and recipe.method.fresh:
         _start_afresh(small, recipe.seed)
-    small = fit(small, data, recipe.finetune, work, stage="finetune", after_step=_keeper(small, removal))
+    keep, loss_fn = _keeper(small, removal), _loss(recipe.finetune, dense)
+    small = fit(small, data, recipe.finetune, work, stage="finetune", loss_fn=loss_fn, after_step=keep)
     save_weights(small, out / "weights.safetensors")
     _write_lines(out / "history.jsonl", [record for stage in work.history.values() for record in stage])
 
@@ -203,6 +205,12 @@ def _keeper(model: nn.Module, removal: Removal) -> Callable[[], bool] | None:
         return False
 
     return keep
+
+
+def _loss(settings: Finetune, dense: nn.Module) -> Loss:
+    if settings.distill == 0:
+        return cross_entropy
+    return distillation(channels_last(dense), settings.distill, settings.temperature)
 
 
 def _images(data: DataSet) -> Tensor:

@@ -22,6 +22,7 @@ from compressnas.progress import Progress, Step
 from compressnas.recipe import Train
 
 Record = dict[str, Any]  # one line of history.jsonl
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # images (B, C, H, W), logits (B, classes), labels (B,) -> scalar
 
 
 @dataclass
@@ -114,6 +115,11 @@ def channels_last(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- one epoch
 
 
+def cross_entropy(images: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """The ordinary loss of a batch; it needs no images."""
+    return F.cross_entropy(logits, labels)
+
+
 def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -122,6 +128,7 @@ def train_epoch(
     *,
     place: str,
     step: Step,
+    loss_fn: Loss = cross_entropy,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     clip: float | None = None,
     after_step: Callable[[], bool] | None = None,
@@ -132,6 +139,7 @@ def train_epoch(
     Args:
         place: where this is, for the message of a loss that is not finite.
         step: moves the progress bar, once for each batch.
+        loss_fn: the mean loss of a batch.
         clip: largest norm of the gradient; longer ones are scaled down to it.
         after_step: called after each optimizer step; True ends the epoch.
 
@@ -143,7 +151,7 @@ def train_epoch(
     for number, (images, labels) in enumerate(loader, start=1):
         images, labels = images.to(work.device), labels.to(work.device)
         logits = model(images)
-        loss = F.cross_entropy(logits, labels)
+        loss = loss_fn(images, logits, labels)
         value = loss.item()
         if not math.isfinite(value):
             raise InputError(f"{place}, step {number}: the loss is {value}; try a smaller learning rate")
@@ -219,6 +227,7 @@ def fit(
     work: Work,
     *,
     stage: str,
+    loss_fn: Loss = cross_entropy,
     after_step: Callable[[], bool] | None = None,
 ) -> nn.Module:
     """Train `model` in place for `settings.epochs` epochs, and return it.
@@ -227,6 +236,7 @@ def fit(
 
     Args:
         stage: names the checkpoint, the records and the bar: train, finetune.
+        loss_fn: the mean loss of a batch.
         after_step: called after each optimizer step, to keep zeros zero.
     """
     model = channels_last(model.to(work.device))
@@ -250,6 +260,7 @@ def fit(
                 work,
                 place=place,
                 step=step,
+                loss_fn=loss_fn,
                 schedule=schedule,
                 clip=settings.clip,
                 after_step=after_step,

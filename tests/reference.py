@@ -257,3 +257,28 @@ def _weight_diagonal(layer: nn.Linear | nn.Conv2d, value: Tensor, hessian: Tenso
             if 0 <= row < value.shape[1] and 0 <= column < value.shape[2]:
                 result[n, c, i, j] += outputs[n, y, x] * value[channel, row, column] ** 2
     return result
+
+
+# ---------------------------------------------------------------- distill.py, one logit at a time
+
+
+def _softmax(logits: Sequence[float], temperature: float) -> list[float]:
+    powers = [math.exp(logit / temperature) for logit in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def distillation_loss(
+    student: Sequence[Sequence[float]],
+    teacher: Sequence[Sequence[float]],
+    labels: Sequence[int],
+    weight: float,
+    temperature: float,
+) -> float:
+    """Mean over samples of (1 - weight) CE + weight T^2 sum_c p_c (log p_c - log q_c)."""
+    total = 0.0
+    for own, other, label in zip(student, teacher, labels, strict=True):
+        hard = -math.log(_softmax(own, 1.0)[label])
+        p, q = _softmax(other, temperature), _softmax(own, temperature)
+        soft = sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
+        total += (1 - weight) * hard + weight * temperature**2 * soft
+    return total / len(labels)

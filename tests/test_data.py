@@ -163,7 +163,7 @@ def test_seed_and_epoch_alone_decide_order_and_augmentation(digits: DataSet) -> 
     def epoch_images(loader: Any) -> Tensor:
         return torch.cat([images for images, _ in loader])
 
-    options: dict[str, Any] = {"shuffle": True, "augment": ["shift", "flip", "crop", "cutout"]}
+    options: dict[str, Any] = {"shuffle": True, "augment": ["shift", "nudge", "flip", "crop", "cutout"]}
     loader = batches(digits.validation, 128, seed=1, **options)
     next(iter(loader))  # epoch 0 is cut short: epoch 1 must not notice
     torch.manual_seed(5)
@@ -204,7 +204,7 @@ def sample(count: int = 64, size: int = 12) -> tuple[Tensor, Tensor, torch.Gener
     return images, black, generator
 
 
-@pytest.mark.parametrize(("name", "reach"), [("shift", 2), ("crop", 4)])
+@pytest.mark.parametrize(("name", "reach"), [("shift", 2), ("nudge", 1), ("crop", 4)])
 def test_moves_keep_the_content_and_reach_every_offset(name: str, reach: int) -> None:
     images, black, generator = sample(2000)
     moved = AUGMENTS[name](images, black, generator)

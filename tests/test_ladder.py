@@ -19,7 +19,7 @@ PACKAGE = Path(compressnas.__file__).parent
 
 # From the ground up; within a floor, a line sees the lines above it. A new file takes its place here.
 FLOORS = """
-    compressnas errors yaml_text augment layers progress measure
+    compressnas errors yaml_text augment distill layers progress measure
     files faults groups bayes.variance bayes.penalty bayes.curvature
     slim recipe export coupling bayes.prior
     runfolder latency predict budget
@@ -59,7 +59,16 @@ HOUSES = {  # library -> the only files that know it
     "PIL": {"data", "predict"},
 }
 WITHOUT_TORCH = ("recipe", "slim", "errors", "files", "faults", "yaml_text", "runfolder", "cli", "report", "plots")
-TENSORS_ONLY = ("groups", "layers", "augment", "bayes.variance", "bayes.penalty", "bayes.curvature", "bayes.prior")
+TENSORS_ONLY = (
+    "groups",
+    "layers",
+    "augment",
+    "distill",
+    "bayes.variance",
+    "bayes.penalty",
+    "bayes.curvature",
+    "bayes.prior",
+)
 
 
 def files() -> dict[str, Path]:

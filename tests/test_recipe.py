@@ -243,6 +243,8 @@ def test_train_may_be_left_out_only_where_weights_come_from_elsewhere(write: Wri
     fresh = ["train=", "method.kind=given", "method.path=slim.json", "method.fresh=true"]
     assert load_recipe(path, fresh).train is None
     assert told(path, *fresh[:-1]).startswith("train: missing")
+    assert told(path, *fresh, "finetune.distill=0.5").startswith("finetune.distill: nothing to learn from")
+    assert load_recipe(path, [*fresh, "finetune.distill=0.5", "model.weights=w.safetensors"]).finetune.distill == 0.5
 
 
 def test_without_train_other_faults_are_listed_too(write: Write) -> None:
@@ -280,7 +282,7 @@ def test_a_file_comes_before_a_shipped_name(write: Write, monkeypatch: pytest.Mo
 
 number = st.floats(min_value=1e-12, max_value=1e12)
 texts = st.text(min_size=1)
-augment = {"augment": st.lists(st.sampled_from(["shift", "flip", "crop", "cutout"]), unique=True)}
+augment = {"augment": st.lists(st.sampled_from(["shift", "nudge", "flip", "crop", "cutout"]), unique=True)}
 target = st.one_of(st.fixed_dictionaries({"flops": number}), st.fixed_dictionaries({"params": number}))
 documents = st.fixed_dictionaries(
     {

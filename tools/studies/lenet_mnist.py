@@ -63,9 +63,11 @@ def one_seed(arguments: argparse.Namespace, seed: int) -> None:
     magnitude = f"method={{kind: magnitude, target: {{flops: {float(flops)}}}, scope: {arguments.scope}}}"
     run(arguments.recipe, Path(f"{base}-magnitude"), [*common, *weights, magnitude, f"finetune.epochs={after}"])
     given = f"method={{kind: given, path: {base / 'slim.json'}, fresh: true}}"
-    dense = yaml.safe_load((base / "recipe.yaml").read_text())["train"]
-    whole = [f"finetune.epochs={after + epochs['train']}", f"finetune.lr={arguments.scratch_lr or dense['lr']}"]
-    run(arguments.recipe, Path(f"{base}-scratch"), [*common, "train=null", given, *whole])
+    resolved = yaml.safe_load((base / "recipe.yaml").read_text())
+    teacher = weights if resolved["finetune"]["distill"] > 0 else ["train=null"]  # the same one for all
+    rate = arguments.scratch_lr or resolved["train"]["lr"]
+    whole = [f"finetune.epochs={after + epochs['train']}", f"finetune.lr={rate}"]
+    run(arguments.recipe, Path(f"{base}-scratch"), [*common, *teacher, given, *whole])
 
 
 def table(arguments: argparse.Namespace) -> str:
