@@ -187,7 +187,7 @@ def check(recipe: RecipeName, overrides: Overrides = None) -> None:
     from compressnas.recipe import load_recipe, recipe_hash, resolve
 
     loaded = load_recipe(recipe, overrides or ())
-    parts = f"data {loaded.data.name}, model {loaded.model.name}, method {loaded.method.kind}"
+    parts = f"data {loaded.data.name}, model {loaded.model.network}, method {loaded.method.kind}"
     print(f"{resolve(recipe)}: valid ({parts}, hash {recipe_hash(loaded)})")
 
 
@@ -218,11 +218,12 @@ def list_names() -> None:
     Example:
       compressnas list
     """
-    from compressnas.recipe import MODELS, shipped_recipes
+    from compressnas.recipe import MODELS, NETWORKS, Model, shipped_recipes
 
     sections: dict[str, Mapping[Any, str]] = {
         "recipes": {name: _first_comment(path) for name, path in shipped_recipes().items()},
         "models (model.name)": MODELS,
+        "other models (model.KEY)": {key: Model.model_fields[key].description or "" for key in NETWORKS[1:]},
         "data sets (data.name)": _union_lines("data"),
         "methods (method.kind)": _union_lines("method"),
     }

@@ -13,7 +13,7 @@ from compressnas.errors import InputError
 from compressnas.faults import faults_of, members, settle_tags, shown, suggestion
 from compressnas.yaml_text import read_yaml, write_yaml
 
-ModelName = Literal["lenet5", "lenet300_100"]
+ModelName = Literal["lenet5", "lenet300_100", "resnet20", "resnet56", "resnet18_cifar", "vgg16_bn_cifar"]
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
 AugmentName = Literal["shift", "nudge", "flip", "crop", "cutout"]
 
@@ -110,16 +110,90 @@ Data = Annotated[Mnist5k | TorchvisionData | Npz | ImageFolder | Synthetic, Fiel
 # ---------------------------------------------------------------- model and training
 
 
-class Model(Section):
-    """The network: trained by the recipe, or read from `weights`."""
+NETWORKS = ("name", "torchvision", "factory", "timm")  # the keys of which a model section has exactly one
+WITH_SHORTCUT: tuple[ModelName, ...] = ("resnet20", "resnet56", "resnet18_cifar")
 
-    name: ModelName
+
+def _factory_path(value: str) -> str:
+    """Refuse what is not `my_package.my_module:build`. Whether it is there shows when it is imported."""
+    module, _, name = value.partition(":")
+    if not all(part.isidentifier() for path in (module, name) for part in path.split(".")):
+        raise ValueError(f"expected my_package.my_module:build, got {shown(value)}")
+    return value
+
+
+def _plain_mapping(value: object) -> object:
+    """Refuse what a recipe could not write down and read back alike."""
+    if not isinstance(value, Mapping) or not _is_plain(value):
+        raise ValueError(
+            f"expected a mapping of text, finite numbers, true, false, lists and mappings, got {shown(value)}"
+        )
+    return value
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(_is_plain(inner) for inner in value)
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+class Model(Section):
+    """The network, named in one of four ways: trained by the recipe, or read from `weights`."""
+
+    name: ModelName | None = None
+    torchvision: Text | None = Field(
+        default=None, description="A classification model of torchvision, such as resnet18."
+    )
+    factory: Annotated[str, AfterValidator(_factory_path)] | None = Field(
+        default=None, description="Your own, my_package.my_module:build; it is called with `args`."
+    )
+    timm: Text | None = Field(default=None, description="A model of timm, where timm is installed.")
+    args: Annotated[dict[str, Any], BeforeValidator(_plain_mapping)] = Field(
+        default={}, description="keyword arguments of the factory"
+    )
+    shortcut: Literal["A", "B"] | None = Field(
+        default=None, description="of a CIFAR ResNet: A pads with zeros, B convolves; left out, the network's own"
+    )
     weights: Text | None = Field(default=None, description="a .safetensors file or a weights-only checkpoint")
+    fresh: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = Field(
+        default=(), description="modules, such as the last layer, for which the weights file is not read"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Model":
+        given = [key for key in NETWORKS if getattr(self, key) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none of them"
+            raise ValueError(f"expected exactly one of {', '.join(NETWORKS)}; got {got}")
+        if self.args and self.factory is None:
+            raise ValueError(f"args: expected only with factory, got it with {given[0]}")
+        if self.shortcut is not None and self.name not in WITH_SHORTCUT:
+            names = ", ".join(WITH_SHORTCUT)
+            raise ValueError(f"shortcut: expected only with one of {names}, got it with {self.network}")
+        if self.fresh and self.weights is None:
+            raise ValueError("fresh: expected only with weights, of which it says what is not read")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Which of `NETWORKS` is given."""
+        return next(key for key in NETWORKS if getattr(self, key) is not None)
+
+    @property
+    def network(self) -> str:
+        """What the network is called where it comes from: `lenet5`, `resnet18`, `my_module:build`."""
+        return str(getattr(self, self.source))
 
 
 MODELS: dict[ModelName, str] = {
     "lenet5": "LeNet-5 with 20-50-800-500 and ReLU, for images such as MNIST.",
     "lenet300_100": "LeNet-300-100: two hidden layers, fully connected.",
+    "resnet20": "ResNet-20 for CIFAR: 16-32-64 channels, shortcut A unless said otherwise.",
+    "resnet56": "ResNet-56 for CIFAR: 16-32-64 channels, shortcut A unless said otherwise.",
+    "resnet18_cifar": "ResNet-18 with a 3 x 3 stem and no pooling after it: 64-128-256-512 channels, shortcut B.",
+    "vgg16_bn_cifar": "VGG-16 with batch norm and one linear layer, for images of at least 32 x 32.",
 }
 
 
@@ -354,7 +428,7 @@ def merged(document: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[
         faults += [f"--set {override:.60}: {line}" for line in more]
         given.add(keys)
     result, more = settle_tags(Recipe, result)
-    return _without_former(document, result, given), faults + more
+    return _without_former_network(_without_former(document, result, given), given), faults + more
 
 
 def _put(document: Mapping[Any, Any], keys: tuple[str, ...], value: object) -> dict[Any, Any]:
@@ -381,6 +455,16 @@ def _without_former(before: Mapping[Any, Any], after: dict[Any, Any], given: set
             stale = set(former.model_fields) - set(chosen.model_fields) - kept
             result[name] = {key: value for key, value in new.items() if key not in stale}
     return result
+
+
+def _without_former_network(document: dict[Any, Any], given: set[tuple[str, ...]]) -> dict[Any, Any]:
+    """`document`, without the network (and what belongs to it alone) in whose place an override put another one."""
+    model, set_here = document.get("model"), {keys[1] for keys in given if keys[0] == "model" and len(keys) > 1}
+    if not isinstance(model, Mapping) or not any(model.get(key) is not None for key in set_here & {*NETWORKS}):
+        return document
+    former = {key for key in NETWORKS if model.get(key) is not None} - set_here
+    stale = former | ({"args", "shortcut"} - set_here if former else set())
+    return {**document, "model": {key: value for key, value in model.items() if key not in stale}}
 
 
 def to_yaml(recipe: Recipe) -> str:

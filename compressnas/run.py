@@ -25,7 +25,7 @@ from compressnas.files import write_whole
 from compressnas.groups import modules_with_weights, structure
 from compressnas.latency import interleaved
 from compressnas.measure import cost, theoretical_flops
-from compressnas.models import BUILDERS
+from compressnas.models import build_network
 from compressnas.progress import Progress
 from compressnas.recipe import Finetune, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
@@ -139,9 +139,9 @@ def _make_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:
 def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
     """The dense network, with the weights of a checkpoint where the recipe names one."""
     torch.manual_seed(recipe.seed)
-    model = BUILDERS[recipe.model.name](data.shape, len(data.classes))
+    model = build_network(recipe.model, data.shape, len(data.classes))
     if recipe.model.weights is not None:
-        load_weights(model, Path(recipe.model.weights))
+        load_weights(model, Path(recipe.model.weights), recipe.model.fresh)
     return model
 
 
@@ -395,7 +395,7 @@ def _write_facts(recipe: Recipe, out: Path, command: str, work: Work) -> None:
     }
     facts = {
         "command": command,
-        "recipe": f"{recipe.model.name}, {recipe.method.kind}",
+        "recipe": f"{recipe.model.network}, {recipe.method.kind}",
         "recipe_hash": recipe_hash(recipe),
         "seed": recipe.seed,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),

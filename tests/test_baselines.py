@@ -48,7 +48,7 @@ def by_hand(name: str, kind: str, widths: list[int]) -> int:
 TARGETS = [{"flops": 0.05}, {"flops": 0.3}, {"flops": 0.8}, {"flops": 150_000}, {"params": 0.1}, {"params": 20_000}]
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["lenet5", "lenet300_100"])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_the_budget_is_met_and_used(name: str, scope: str, target: dict[str, float]) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from compressnas import __version__
 from compressnas.cli import main
 from compressnas.errors import RunFailed
-from compressnas.recipe import MODELS, shipped_recipes
+from compressnas.recipe import MODELS, NETWORKS, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,7 +58,7 @@ def test_check_of_a_bad_recipe_lists_every_fault_and_leaves_nothing(recipe: Path
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"error: recipe {recipe}: 3 faults",
-        "  model.name: expected one of lenet5, lenet300_100, got 'lenet6'; did you mean 'lenet5'?",
+        f"  model.name: expected one of {', '.join(MODELS)}, got 'lenet6'; did you mean 'lenet5'?",
         "  method.lam: expected a number >= 0, got -1",
         "  sed: unknown key; did you mean 'seed'?",
     ]
@@ -156,9 +156,17 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
 def test_list_has_a_line_for_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
-    assert {"mnist5k", "cifar10", "synthetic", "bayes", "magnitude", "given", *MODELS, *shipped_recipes()} <= set(
-        listed
-    )
+    assert {
+        "mnist5k",
+        "cifar10",
+        "synthetic",
+        "bayes",
+        "magnitude",
+        "given",
+        *MODELS,
+        *NETWORKS[1:],
+        *shipped_recipes(),
+    } <= set(listed)
     assert all(listed.values())
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,14 +14,26 @@ import torch
 
 import compressnas
 from compressnas.faults import members
-from compressnas.recipe import MODELS, AugmentName, Bayes, Curvature, GroupKind, Magnitude, ModelName, Recipe
+from compressnas.recipe import (
+    MODELS,
+    NETWORKS,
+    WITH_SHORTCUT,
+    AugmentName,
+    Bayes,
+    Curvature,
+    GroupKind,
+    Magnitude,
+    Model,
+    ModelName,
+    Recipe,
+)
 
 PACKAGE = Path(compressnas.__file__).parent
 
 # From the ground up; within a floor, a line sees the lines above it. A new file takes its place here.
 FLOORS = """
-    compressnas errors yaml_text augment distill layers progress measure
-    files faults groups bayes.variance bayes.penalty bayes.curvature
+    compressnas errors yaml_text augment distill inputs layers progress measure
+    files faults groups tags bayes.variance bayes.penalty bayes.curvature
     slim recipe export coupling bayes.prior
     runfolder latency predict budget
 
@@ -28,7 +41,7 @@ FLOORS = """
     train report baselines
     weights
 
-    models.lenet bayes
+    models.lenet models.resnet models.vgg models.zoo models.factory bayes
     models bayes.prune
 
     run
@@ -41,7 +54,7 @@ FLOORS = """
 RANK = {name: rank for rank, line in enumerate(FLOORS) for name in line.split()}
 
 HOUSES = {  # library -> the only files that know it
-    "torch_pruning": {"coupling", "baselines"},
+    "torch_pruning": {"baselines"},
     "fvcore": {"measure"},
     "onnx": {"export", "latency"},
     "onnxruntime": {"export", "latency"},
@@ -49,7 +62,8 @@ HOUSES = {  # library -> the only files that know it
     "altair": {"report", "plots"},
     "vl_convert": {"report", "plots"},
     "jinja2": {"report", "plots"},
-    "torchvision": {"data"},
+    "torchvision": {"data", "models.zoo"},
+    "timm": {"models.zoo"},
     "mlxtend": {"data"},
     "typer": {"cli"},
     "rich": {"progress", "cli"},
@@ -171,9 +185,11 @@ def tags(section: str) -> set[str]:
 
 
 def test_model_names() -> None:
-    from compressnas.models import BUILDERS
+    from compressnas.models import BUILDERS, SOURCES
 
     assert literals(ModelName) == set(MODELS) == set(BUILDERS)
+    assert set(NETWORKS) == set(SOURCES) <= set(Model.model_fields)
+    assert set(WITH_SHORTCUT) == {name for name, build in BUILDERS.items() if "shortcut" in signature(build).parameters}
 
 
 def test_method_names() -> None:

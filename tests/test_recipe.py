@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressnas.errors import InputError
-from compressnas.recipe import MODELS, Bayes, Model, Recipe, load_recipe, recipe_hash, resolve, to_yaml
+from compressnas.recipe import (
+    MODELS,
+    WITH_SHORTCUT,
+    Bayes,
+    ModelName,
+    Recipe,
+    load_recipe,
+    recipe_hash,
+    resolve,
+    to_yaml,
+)
 from compressnas.recipe import shipped_recipes as shipped
 from compressnas.yaml_text import read_yaml, write_yaml
 
@@ -85,7 +95,7 @@ def test_numbers_mean_what_they_look_like(text: str, value: object) -> None:
 
 
 def test_every_model_has_a_line() -> None:
-    assert list(MODELS) == list(Model.model_fields["name"].annotation.__args__)  # type: ignore[union-attr]
+    assert list(MODELS) == list(get_args(ModelName))
 
 
 # ---------------------------------------------------------------- faults
@@ -111,7 +121,7 @@ export: {foo: 1}
         "sed: unknown key; did you mean 'seed'?",
         "data.limt: unknown key; did you mean 'limit'?",
         "data.limit: expected a number >= 1, got 0",
-        "model.name: expected one of lenet5, lenet300_100, got 'lenet6'; did you mean 'lenet5'?",
+        f"model.name: expected one of {', '.join(MODELS)}, got 'lenet6'; did you mean 'lenet5'?",
         "method.lam: expected a number >= 0, got -1",
         "method.epochs: expected a whole number, got 'ten'",
         "method.lr: expected a finite number, got nan",
@@ -148,6 +158,30 @@ export: {foo: 1}
         ("data.augment=[flip, crop, flip]", "data.augment: expected each name once, got flip more than once"),
         ("method.target={}", "method.target: expected exactly one of flops, params; got neither"),
         ("model.weights=''", "model.weights: expected text that is not empty, got ''"),
+        ("model={}", "model: expected exactly one of name, torchvision, factory, timm; got none of them"),
+        ("model.name=", "model: expected exactly one of name, torchvision, factory, timm; got none of them"),
+        (
+            "model={name: lenet5, timm: x}",
+            "model: expected exactly one of name, torchvision, factory, timm; got name and timm",
+        ),
+        ("model.torchvision=''", "model.torchvision: expected text that is not empty, got ''"),
+        ("model.torchvison=x", "model.torchvison: unknown key; did you mean 'torchvision'?"),
+        ("model.args.width=3", "model: args: expected only with factory, got it with name"),
+        ("model={factory: build}", "model.factory: expected my_package.my_module:build, got 'build'"),
+        ("model={factory: 'a b:c'}", "model.factory: expected my_package.my_module:build, got 'a b:c'"),
+        ("model={factory: 'a:b:c'}", "model.factory: expected my_package.my_module:build, got 'a:b:c'"),
+        ("model={factory: .a:b}", "model.factory: expected my_package.my_module:build, got '.a:b'"),
+        ("model={factory: 3}", "model.factory: expected text, got 3"),
+        ("model={factory: a:b, args: 3}", "model.args: expected a mapping of text, finite numbers, true, false"),
+        ("model={factory: a:b, args: {x: [.nan]}}", "model.args: expected a mapping of text, finite numbers"),
+        ("model={factory: a:b, args: {x: {1: 2}}}", "model.args: expected a mapping of text, finite numbers"),
+        ("model={factory: a:b, args: &x {x: *x}}", "nested too deeply, or an alias that contains itself"),
+        (
+            "model.shortcut=A",
+            "model: shortcut: expected only with one of resnet20, resnet56, resnet18_cifar, got it with lenet5",
+        ),
+        ("model={name: resnet20, shortcut: C}", "model.shortcut: expected one of A, B, got 'C'"),
+        ("model.fresh=linear", "model: fresh: expected only with weights"),
         ("data={}", "data.name: missing; expected one of mnist5k, mnist, fashion_mnist, "),
         ("method=", "method: expected a mapping (key: value), got nothing"),
         ("method={kind: given}", "method.path: missing; expected text"),
@@ -237,6 +271,20 @@ def test_switching_the_method_drops_its_settings(write: Write) -> None:
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
 
 
+def test_switching_the_network_drops_the_former_one_and_what_belongs_to_it(write: Write) -> None:
+    path = write(GOOD)
+    model = load_recipe(path, ["model.torchvision=resnet18"]).model
+    assert (model.source, model.network, model.name) == ("torchvision", "resnet18", None)
+    path = write(GOOD.replace("name: lenet5", "factory: mine:build, args: {width: 3}, weights: w.pt"))
+    model = load_recipe(path, ["model.name=resnet20", "model.shortcut=B"]).model
+    assert (model.network, model.args, model.shortcut, model.weights) == ("resnet20", {}, "B", "w.pt")
+    model = load_recipe(path, ["model.factory=other:build", "model.args.depth=2"]).model
+    assert (model.network, model.args) == ("other:build", {"width": 3, "depth": 2})
+    assert told(path, "model.timm=x", "model.name=lenet5").endswith("got name and timm")
+    assert told(path, "model.name=lenet5", "model.args.width=4").startswith("model: args: expected only with factory")
+    assert load_recipe(path, ["model.torchvision="]).model.network == "mine:build"
+
+
 def test_train_may_be_left_out_only_where_weights_come_from_elsewhere(write: Write) -> None:
     path = write(GOOD)
     assert load_recipe(path, ["train=", "model.weights=w.safetensors"]).train is None
@@ -284,6 +332,15 @@ number = st.floats(min_value=1e-12, max_value=1e12)
 texts = st.text(min_size=1)
 augment = {"augment": st.lists(st.sampled_from(["shift", "nudge", "flip", "crop", "cutout"]), unique=True)}
 target = st.one_of(st.fixed_dictionaries({"flops": number}), st.fixed_dictionaries({"params": number}))
+arguments = st.dictionaries(
+    texts,
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | number | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
 documents = st.fixed_dictionaries(
     {
         "data": st.one_of(
@@ -294,7 +351,16 @@ documents = st.fixed_dictionaries(
                 {"name": st.just("synthetic"), "shape": st.lists(st.integers(1, 64), min_size=3, max_size=3)}
             ),
         ),
-        "model": st.fixed_dictionaries({"name": st.sampled_from(list(MODELS)), "weights": texts}),
+        "model": st.one_of(
+            st.fixed_dictionaries({"name": st.sampled_from(list(MODELS)), "weights": texts}),
+            st.fixed_dictionaries(
+                {"name": st.sampled_from(WITH_SHORTCUT), "weights": texts},
+                optional={"shortcut": st.sampled_from("AB"), "fresh": st.lists(texts, unique=True)},
+            ),
+            st.fixed_dictionaries({"torchvision": texts, "weights": texts}),
+            st.fixed_dictionaries({"timm": texts, "weights": texts}),
+            st.fixed_dictionaries({"factory": st.just("a.b:c.d"), "weights": texts}, optional={"args": arguments}),
+        ),
         "method": st.one_of(
             st.fixed_dictionaries({"kind": st.just("bayes")}, optional={"lam": number, "target": target}),
             st.fixed_dictionaries({"kind": st.just("magnitude"), "target": target}),

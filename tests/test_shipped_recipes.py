@@ -13,12 +13,20 @@ from compressnas.slim import SlimArch
 RECIPES = sorted(Path(__file__).parent.parent.joinpath("recipes").rglob("*.yaml"))
 
 
+SHAPES = {"cifar10": (3, 16, 16), "image_folder": (3, 32, 32)}  # data set -> a small image; of MNIST, a whole one
+
+
 def shrunken(path: Path, *more: str) -> Recipe:
-    """The recipe on a few synthetic images, for an epoch or two."""
-    method = load_recipe(path).method.kind
-    settings = ["data={name: synthetic, shape: [1, 28, 28], train: 160, validation: 64, test: 64}", "threads=1"]
-    settings += ["train.epochs=1", "finetune.epochs=1"]
-    settings += ["method.epochs=2", "method.curvature.samples=64"] if method == "bayes" else []
+    """The recipe on a few synthetic images, for an epoch or two, with weights drawn at random."""
+    recipe = load_recipe(path)
+    deep = recipe.data.name in SHAPES
+    counts = "train: 32, validation: 16, test: 16" if deep else "train: 160, validation: 64, test: 64"
+    shape = list(SHAPES.get(recipe.data.name, (1, 28, 28)))
+    settings = [f"data={{name: synthetic, shape: {shape}, {counts}}}", "threads=1"]
+    settings += ["model.weights=", "model.fresh=[]", "train.epochs=1", "finetune.epochs=1"]
+    if recipe.method.kind == "bayes":
+        settings += ["method.curvature.samples=64", f"method.epochs={1 if deep else 2}"]
+        settings += ["method.updates_per_epoch=1"] if deep else []  # each round removes what died, which takes a while
     return load_recipe(path, [*settings, *more])
 
 

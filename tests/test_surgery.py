@@ -75,7 +75,7 @@ def by_hand(model: nn.Module, slim: SlimArch) -> nn.Module:
 def found_sets() -> dict[tuple[str, tuple[str, ...]], dict[str, int]]:
     """Sizes of the group sets of a network and kinds; finding is the slow part and does not depend on the test."""
     cases = {("lenet5", kinds) for kinds in LENET5} | {("lenet300_100", kinds) for kinds in LENET300}
-    nets = {name: lenet(name) for name in BUILDERS}
+    nets = {name: lenet(name) for name, _ in cases}
     return {case: {s.name: s.size for s in find_groups(nets[case[0]], EXAMPLE, case[1]).sets} for case in cases}
 
 

@@ -50,6 +50,8 @@ WRAPPINGS: dict[str, Callable[[State], Any]] = {
     "state dict": lambda state: state,
     "under state_dict": lambda state: {"state_dict": state, "epoch": 3},
     "under model": lambda state: {"model": state, "optimizer": {"state": {}}},
+    "under net": lambda state: {"net": state, "acc": 95.1},
+    "without counts of batches": lambda state: {n: t for n, t in state.items() if "num_batches" not in n},
     "under model under state_dict": lambda state: {"state_dict": {"model": state}},
     "data parallel": lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
     "data parallel under state_dict": lambda state: {"state_dict": {f"module.{n}": t for n, t in state.items()}},
@@ -65,6 +67,29 @@ def test_a_torch_checkpoint_is_loaded(name: str, tmp_path: Path) -> None:
     load_weights(other, path)
     assert same(model, other)
     assert all(p.dtype == torch.float32 for p in other.parameters())
+
+
+def test_a_layer_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    model, other = (nn.ModuleDict({"module": network(seed)}) for seed in (0, 1))
+    torch.save(model.state_dict(), tmp_path / "checkpoint.pt")
+    load_weights(other, tmp_path / "checkpoint.pt")
+    assert same(model, other)
+
+
+def test_fresh_modules_keep_what_they_have(tmp_path: Path) -> None:
+    """Whatever the file holds for them: other shapes, nothing, or modules that the network does not have."""
+    state = network(0).state_dict()
+    state |= {"3.weight": torch.zeros(99, 3), "AuxLogits.conv.weight": torch.zeros(1)}
+    del state["3.bias"]
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "checkpoint.pt")
+    model, before = network(1), network(1).state_dict()
+    load_weights(model, tmp_path / "checkpoint.pt", ("3", "AuxLogits"))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name] if name.startswith("3.") else state[name]), name
+    with pytest.raises(InputError, match=r"AuxLogits.conv.weight is unknown"):
+        load_weights(model, tmp_path / "checkpoint.pt", ["3"])
+    with pytest.raises(InputError, match=r"model.fresh: neither the network nor .*checkpoint.pt has a module '4'"):
+        load_weights(model, tmp_path / "checkpoint.pt", ["3", "4"])
 
 
 def test_a_checkpoint_of_a_gpu_is_loaded_without_one(tmp_path: Path) -> None:
