@@ -8,9 +8,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from compressnas.coupling import incoming, one_line, output_sets, proposed_sets, remove_units
+from compressnas.coupling import (
+    INEXACT,
+    Component,
+    Coupling,
+    coupling,
+    incoming,
+    is_output,
+    layer_of,
+    one_line,
+    remove_units,
+)
 from compressnas.errors import InputError, RunFailed
 from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
+from compressnas.inputs import Inputs, call, double, drawn, tensors_of
 from compressnas.layers import CroppedConv2d, SelectLinear
 from compressnas.slim import SlimArch
 
@@ -27,15 +38,16 @@ class Found:
     left_alone: tuple[tuple[str, str], ...] = ()
 
 
-def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Found:
+def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coupled",)) -> Found:
     """Group sets of the given kinds, each tried before it is offered.
 
-    The dependency graph proposes; a trial on a float64 copy with random weights disposes: a few groups of each output
-    set are removed, and the result is compared with masking them.
+    A run on channel numbers proposes; a trial on a float64 copy with random weights disposes: a few groups of the
+    output sets are removed, and the result is compared with masking them. Where the finest groups of a layer do not
+    come through, coarser ones are tried (channels that a view, a chunk or a grouped layer ties together).
 
     Args:
         model: the network; not changed.
-        example: (B, C, H, W) an input.
+        example: what the network is called with: a tensor (B, ...), a tuple of arguments or a mapping of named ones.
         kinds: of filter (convolutions), row (linear layers), coupled (both, incoming and outgoing weights), column
             (inputs of linear layers) and shape (kernel positions).
 
@@ -43,12 +55,12 @@ def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Foun
         InputError: a kind that this network has no group of, coupled beside filter or row, or a network that cannot
             be traced.
     """
-    _own_weights(model)
     if "coupled" in kinds and {"filter", "row"} & set(kinds):
         raise InputError("groups: coupled holds what filter and row hold; name it alone or with column or shape")
-    proposed, left_alone = proposed_sets(model, example) if {"filter", "row", "coupled"} & set(kinds) else ([], {})
-    left_alone |= _tried(model, example, proposed)
-    sound = [s for s in proposed if s.name not in left_alone]
+    sound: list[GroupSet] = []
+    left_alone: dict[str, str] = {}
+    if {"filter", "row", "coupled"} & set(kinds):
+        sound, left_alone = _sound_sets(model, example)
     found: list[GroupSet] = []
     for kind in kinds:
         of_kind = _sets_of_kind(model, sound, kind)
@@ -61,22 +73,20 @@ def find_groups(model: nn.Module, example: Tensor, kinds: Sequence[str]) -> Foun
 
 
 def same_groups(
-    model: nn.Module, example: Tensor, kinds: Sequence[str], names: Collection[str]
+    model: nn.Module, example: Inputs, kinds: Sequence[str], names: Collection[str]
 ) -> tuple[GroupSet, ...]:
     """The group sets `names` of a network from which units of these very sets were removed; not tried once more.
 
     Unlike `find_groups` it has the sets of which a single unit is left.
     """
-    outputs = [s for s in output_sets(model, example) if s.name in names]
+    outputs = [s for n, s in coupling(model, example).sets().items() if n in names]
     return _ordered(model, [s for kind in kinds for s in _sets_of_kind(model, outputs, kind)])
 
 
 def _ordered(model: nn.Module, sets: Sequence[GroupSet]) -> tuple[GroupSet, ...]:
     """Layer by layer, what reads its inputs first."""
-    order = [name for name, _ in modules_with_weights(model)]
-    return tuple(
-        sorted(sets, key=lambda s: (order.index(s.name.rpartition(".")[0]), s.kind not in ("column", "shape")))
-    )
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(sets, key=lambda s: (order[layer_of(s.name)], s.kind not in ("column", "shape"))))
 
 
 def _hint(model: nn.Module, kind: str) -> str:
@@ -86,25 +96,14 @@ def _hint(model: nn.Module, kind: str) -> str:
     return ""
 
 
-def _own_weights(model: nn.Module) -> None:
-    """Refuse layers whose weight is not a parameter of their own. Raises InputError."""
-    known = weights_of(model)
-    for name, _ in modules_with_weights(model):
-        if f"{name}.weight" not in known:
-            raise InputError(
-                f"layer {name!r}: expected a weight of its own in a larger network, "
-                "not one that is shared, parametrised or the whole network"
-            )
-
-
 def _sets_of_kind(model: nn.Module, outputs: Sequence[GroupSet], kind: str) -> list[GroupSet]:
     if kind == "coupled":
         return list(outputs)
     if kind in ("column", "shape"):
         suffix, layer_type = ("in", nn.Linear) if kind == "column" else ("shape", nn.Conv2d)
         return [_own_set(f"{n}.{suffix}", m) for n, m in modules_with_weights(model) if isinstance(m, layer_type)]
-    layer_type = nn.Conv2d if kind == "filter" else nn.Linear
-    chosen = [s for s in outputs if isinstance(model.get_submodule(s.name.removesuffix(".out")), layer_type)]
+    layer_type = nn.modules.conv._ConvNd if kind == "filter" else nn.Linear
+    chosen = [s for s in outputs if isinstance(model.get_submodule(layer_of(s.name)), layer_type)]
     return [GroupSet(s.name, kind, s.size, incoming(s), s.readers, s.writers) for s in chosen]
 
 
@@ -116,54 +115,116 @@ def _own_set(name: str, layer: nn.Conv2d | nn.Linear) -> GroupSet:
     return GroupSet(name, "column" if axes == (1,) else "shape", size, (member,), (member,))
 
 
-def _tried(model: nn.Module, example: Tensor, proposed: Sequence[GroupSet]) -> dict[str, str]:
-    """Group sets whose trial fails, with the reason.
+def _sound_sets(model: nn.Module, example: Inputs) -> tuple[list[GroupSet], dict[str, str]]:
+    """The output sets that come through their trial, in order, and the others with the reason."""
+    found = coupling(model, example)
+    left_alone = dict(found.refused)
+    trial = _Trial(model, example, found)
+    sound: list[GroupSet] = []
+    open_components = []
+    for component in found.components:
+        exact = {}
+        for plan, sets in component.plans.items():
+            exact[plan] = tuple(s for s in sets if s.name not in found.inexact and s.size > 1)
+            for s in sets:
+                if s.name in found.inexact and ":" not in s.name:
+                    left_alone[s.name] = INEXACT
+                elif s.size < 2 and ":" not in s.name:
+                    left_alone[s.name] = "it has a single unit"
+        open_components.append(Component({plan: sets for plan, sets in exact.items() if sets}))
+    finest = [next(iter(c.plans.values())) for c in open_components if c.plans]
+    passed = {id(sets) for sets in trial.passing(finest)}
+    for component in open_components:
+        if not component.plans:
+            continue
+        choices: list[tuple[int, tuple[GroupSet, ...], dict[str, str]]] = []
+        for sets in component.plans.values():
+            reasons = {} if id(sets) in passed else trial.failing(sets)
+            good = tuple(s for s in sets if s.name not in reasons)
+            choices.append((sum(_units(s) for s in good), good, reasons))
+            if not reasons:
+                break
+        _, good, _ = max(choices, key=lambda choice: choice[0])
+        sound += good
+        done = {layer_of(s.name) for s in good}
+        left_alone |= {n: r for n, r in choices[0][2].items() if layer_of(n) not in done}
+    return sound, left_alone
 
-    The first two units and the last one go: that shifts what is sliced from either end, and what is split in halves.
+
+def _units(group_set: GroupSet) -> int:
+    return int((group_set.members[0].group_of >= 0).sum())
+
+
+def _tried(model: nn.Module, example: Inputs, proposed: Sequence[GroupSet], coupled: Coupling) -> dict[str, str]:
+    """Group sets whose trial fails, with the reason."""
+    single = {s.name: "it has a single unit" for s in proposed if s.size < 2}
+    return single | _Trial(model, example, coupled).failing([s for s in proposed if s.size > 1])
+
+
+class _Trial:
+    """A float64 copy of a network with random weights, on which removals are tried.
+
+    Of each group set the first two groups and the last one go: that shifts what is sliced from either end, and what is
+    split in halves.
     """
-    left_alone: dict[str, str] = {}
-    generator = torch.Generator().manual_seed(0)
-    trial = copy.deepcopy(model).double().eval()
-    with torch.no_grad():
-        for parameter in trial.parameters():
-            scale = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else 1.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
-        for name, tensor in trial.named_buffers():
-            if name.endswith("running_mean"):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-            if name.endswith("running_var"):
-                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
-    example = example.double()
-    shape = (max(2, example.shape[0]), *example.shape[1:])  # a removal that mixes up the batch shows from two on
-    inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(example.device)
-    for group_set in proposed:
-        if group_set.size < 2:
-            left_alone[group_set.name] = "it has a single unit"
-            continue
-        kept = range(2, group_set.size - 1) if group_set.size > 3 else range(1, group_set.size)
-        slim = SlimArch({group_set.name: tuple(kept)}, {group_set.name: group_set.size})
+
+    def __init__(self, model: nn.Module, example: Inputs, coupled: Coupling) -> None:
+        self.coupled = coupled
+        generator = torch.Generator().manual_seed(0)
+        self.network = copy.deepcopy(model).double().eval()
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                scale = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else 1.0
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
+            for name, tensor in self.network.named_buffers():
+                if name.endswith("running_mean"):
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+                if name.endswith("running_var"):
+                    tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+        self.example = double(example)
+        self.inputs = drawn(self.example, generator)
+
+    def reason(self, sets: Sequence[GroupSet]) -> str | None:
+        """Why removing a few groups of all of these sets at once is not the same as masking them."""
+        kept = {s.name: tuple(range(2, s.size - 1) if s.size > 3 else range(1, s.size)) for s in sets}
+        slim = SlimArch(kept, {s.name: s.size for s in sets})
         try:
-            whole, (small, _) = _masked(trial, [group_set], slim), _removed(trial, example, slim)
-            difference = relative_difference(whole, small, inputs)
+            whole, (small, _) = (
+                _masked(self.network, sets, slim),
+                _removed(self.network, self.example, slim, coupled=self.coupled),
+            )
+            difference = relative_difference(whole, small, self.inputs)
         except Exception as error:  # what a network raises when its widths move is not ours to know
-            left_alone[group_set.name] = f"removing units fails: {one_line(error)}"
-            continue
-        if not difference <= TOLERANCE:
-            left_alone[group_set.name] = f"removing units changes the output by {difference:.1e}"
-    return left_alone
+            return f"removing units fails: {one_line(error)}"
+        return None if difference <= TOLERANCE else f"removing units changes the output by {difference:.1e}"
+
+    def passing(self, parts: Sequence[tuple[GroupSet, ...]]) -> list[tuple[GroupSet, ...]]:
+        """The parts that come through, found by halving: a network that is understood costs one trial."""
+        if not parts:
+            return []
+        if self.reason([s for part in parts for s in part]) is None:
+            return list(parts)
+        if len(parts) == 1:
+            return []
+        half = len(parts) // 2
+        return self.passing(parts[:half]) + self.passing(parts[half:])
+
+    def failing(self, sets: Sequence[GroupSet]) -> dict[str, str]:
+        """The sets that do not come through, with the reason."""
+        passed = {part[0].name for part in self.passing([(s,) for s in sets])}
+        return {s.name: str(self.reason([s])) for s in sets if s.name not in passed}
 
 
 # ---------------------------------------------------------------- masking and removing
 
 
-def masked(model: nn.Module, example: Tensor, slim: SlimArch) -> nn.Module:
+def masked(model: nn.Module, example: Inputs, slim: SlimArch) -> nn.Module:
     """A copy of the network in which everything that reads a removed group is zero.
 
     Raises:
         InputError: the decision names a group set that the network does not have, or of another size.
     """
-    _own_weights(model)
-    return _masked(model, _sets_named(model, output_sets(model, example), slim), slim)
+    return _masked(model, _sets_named(model, coupling(model, example), slim), slim)
 
 
 def _masked(model: nn.Module, decided: Sequence[GroupSet], slim: SlimArch) -> nn.Module:
@@ -174,9 +235,9 @@ def _masked(model: nn.Module, decided: Sequence[GroupSet], slim: SlimArch) -> nn
     return result
 
 
-def _sets_named(model: nn.Module, outputs: Sequence[GroupSet], slim: SlimArch) -> list[GroupSet]:
+def _sets_named(model: nn.Module, coupled: Coupling, slim: SlimArch) -> list[GroupSet]:
     """The group sets that the decision names. Raises InputError where the network has none of that name and size."""
-    known = {s.name: s for s in outputs}
+    known = coupled.sets()
     for name, layer in modules_with_weights(model):
         own = _own_set(f"{name}.in" if isinstance(layer, nn.Linear) else f"{name}.shape", layer)
         known[own.name] = own
@@ -206,25 +267,28 @@ class Removal:
 
 
 def _removed(
-    model: nn.Module, example: Tensor, slim: SlimArch, select_inputs: bool = True
+    model: nn.Module, example: Inputs, slim: SlimArch, select_inputs: bool = True, coupled: Coupling | None = None
 ) -> tuple[nn.Module, Removal]:
     """The network without the removed groups, a function of the decision alone: incidental zeros do not matter.
 
     What is idle is read off a pattern network of ones, masked by the decision; the real one follows step by step.
     """
-    sets = output_sets(model, example)
-    decided = _sets_named(model, sets, slim)
+    coupled = coupled or coupling(model, example)
+    decided = _sets_named(model, coupled, slim)
+    planned = {layer_of(s.name) for s in decided if is_output(s.name)}
+    sets = [s for s in coupled.finest() if layer_of(s.name) not in planned]
+    sets = list(_ordered(model, [*sets, *(s for s in decided if is_output(s.name))]))
     small, pattern = _masked(model, decided, slim), copy.deepcopy(model)
     with torch.no_grad():
         for parameter in pattern.parameters():
             parameter.fill_(1.0)
     pattern = _masked(pattern, decided, slim)
     units = _idle_units(pattern, sets)
-    if undecided := [s for s in sets if s.name in units and s.name not in slim.sizes]:  # idle, but never tried
-        unsound = _tried(model, example, undecided)
+    if undecided := [s for s in sets if units.get(s.name) and s.name not in slim.sizes]:  # idle, but never tried
+        unsound = _tried(model, example, undecided, coupled)
         units = _idle_units(pattern, [s for s in sets if s.name not in unsound])
     for network in (small, pattern):
-        remove_units(network, example, units)
+        remove_units(network, coupled, units)
     selected = _select_inputs((small, pattern)) if select_inputs else {}
     cropped = _crop_kernels((small, pattern), slim)
     masks = {n: w.clone() for n, w in weights_of(pattern).items() if bool((w == 0).any())}
@@ -302,7 +366,7 @@ def _crop_kernels(
     return cropped
 
 
-def origins(model: nn.Module, example: Tensor, slim: SlimArch) -> dict[str, Tensor]:
+def origins(model: nn.Module, example: Inputs, slim: SlimArch) -> dict[str, Tensor]:
     """Where the weights of the removed network come from: parameter -> flat indices into the original one's.
 
     A network whose weights are their own indices goes through the same removal.
@@ -311,7 +375,7 @@ def origins(model: nn.Module, example: Tensor, slim: SlimArch) -> dict[str, Tens
     with torch.no_grad():
         for tensor in numbered.parameters():
             tensor.copy_(torch.arange(1, tensor.numel() + 1, dtype=torch.float64).reshape(tensor.shape))
-    small, _ = _removed(numbered, example.double(), slim)
+    small, _ = _removed(numbered, double(example), slim)
     return {name: weight.long() - 1 for name, weight in weights_of(small).items()}  # -1: masked, not removed
 
 
@@ -336,24 +400,38 @@ class Proof:
 
 
 @torch.no_grad()
-def relative_difference(one: nn.Module, other: nn.Module, inputs: Tensor) -> float:
-    """max |one - other| / max |one|, both in float64 and eval mode; infinity where an output is not
-    finite or the shapes differ."""
-    first, second = (copy.deepcopy(m).double().eval()(inputs.double()) for m in (one, other))
-    if first.shape != second.shape:
+def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs) -> float:
+    """max |one - other| / max |one| over all outputs, both in float64 and eval mode.
+
+    Infinity where an output is not finite or the shapes differ.
+    """
+    first, second = (_float64_outputs(network, inputs) for network in (one, other))
+    if [t.shape for t in first] != [t.shape for t in second] or not first:
         return math.inf
-    difference = float((first - second).abs().max() / first.abs().max().clamp(min=1e-300))
+    pairs = list(zip(first, second, strict=True))
+    scale = max(float(a.abs().max()) if a.numel() else 0.0 for a, _ in pairs)
+    difference = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs) / max(scale, 1e-300)
     return difference if math.isfinite(difference) else math.inf
 
 
-Remove = Callable[[nn.Module, Tensor, SlimArch, bool], tuple[nn.Module, Removal]]
+def _float64_outputs(network: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """What the network returns for these inputs in float64 and eval mode, tensors that it makes itself included."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        return [t.double() for t in tensors_of(call(copy.deepcopy(network).double().eval(), double(inputs)))]
+    finally:
+        torch.set_default_dtype(before)
+
+
+Remove = Callable[[nn.Module, Inputs, SlimArch, bool], tuple[nn.Module, Removal]]
 
 
 def remove(
     model: nn.Module,
-    example: Tensor,
+    example: Inputs,
     slim: SlimArch,
-    images: Tensor,
+    images: Inputs,
     select_inputs: bool = True,
     remover: Remove = _removed,
 ) -> tuple[nn.Module, SlimArch, Removal, Proof]:
@@ -376,8 +454,7 @@ def remove(
         InputError: the decision does not fit the network.
         RunFailed: there is something to remove, and no part of it can be proved.
     """
-    _own_weights(model)
-    decided = _sets_named(model, output_sets(model, example), slim)
+    decided = _sets_named(model, coupling(model, example), slim)
     reasons: dict[str, str] = {}
 
     def failure(names: Sequence[str]) -> str | None:
