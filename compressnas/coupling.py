@@ -102,25 +102,21 @@ def coupling(model: nn.Module, example: Inputs) -> Coupling:
         raise InputError(
             f"the network cannot be traced at an input of shape {described(example)}: {one_line(error)}"
         ) from error
-    roots = {plan: _roots(found, plan) for plan in PLANS}
     parameters = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     slices = sorted(found.slices, key=lambda s: (parameters.get(s.name, len(parameters)), s.axis))
-    views = {plan: _View(found, slices, plan, roots[plan], parameters) for plan in PLANS}
-    component_of = _components(slices, [roots[plan] for plan in PLANS])
+    views = {plan: _View(found, slices, plan, parameters) for plan in PLANS if found.differs(plan)}
+    component_of = _components(slices, [view.roots for view in views.values()])
+    plans_of: dict[int, dict[str, list[GroupSet]]] = {}
+    for plan, view in views.items():
+        for number, group_set in view.group_sets().items():
+            plans_of.setdefault(component_of[number], {}).setdefault(plan, []).append(group_set)
     components: list[Component] = []
-    for number in sorted(set(component_of.values())):
-        own = [s for i, s in enumerate(slices) if component_of[i] == number and s.role == "unit"]
+    for _, by_plan in sorted(plans_of.items()):
         plans: dict[str, tuple[GroupSet, ...]] = {}
-        for plan, view in views.items():
-            sets = tuple(s for unit in own if (s := view.group_set(unit)) is not None)
-            same = any(_same(sets, others) for others in plans.values())
-            if sets and not same:
-                suffix = "" if plan == "free" else f":{plan}"
-                plans[plan] = tuple(
-                    GroupSet(s.name + suffix, s.kind, s.size, s.members, s.readers, s.writers) for s in sets
-                )
-        if plans:
-            components.append(Component(plans))
+        for plan, sets in by_plan.items():
+            if not any(_same(sets, others) for others in plans.values()):
+                plans[plan] = tuple(sets)
+        components.append(Component(plans))
     inexact = {s.name for c in components for plan, sets in c.plans.items() for s in sets if views[plan].is_inexact(s)}
     refused = {}
     for unit in slices:
@@ -171,49 +167,57 @@ def _same(one: Sequence[GroupSet], other: Sequence[GroupSet]) -> bool:
 class _View:
     """The classes of one plan, as group sets."""
 
-    def __init__(
-        self, found: Trace, slices: Sequence[Slice], plan: str, roots: Tensor, parameters: Mapping[str, int]
-    ) -> None:
+    def __init__(self, found: Trace, slices: Sequence[Slice], plan: str, parameters: Mapping[str, int]) -> None:
         classes = found.under(plan)
-        self.roots, self.parameters = roots, parameters
+        self.plan, self.parameters, self.all_slices = plan, parameters, slices
+        self.roots = torch.tensor([classes.find(tag) for tag in range(len(classes.parent))])  # (number of tags,)
         self.slices = [s for s in slices if plan in s.plans]
         self.reasons: dict[int, str] = {}
         for tag, reason in classes.reasons.items():
-            self.reasons.setdefault(int(roots[tag]), reason)
-        self.inexact = set(roots[torch.tensor(sorted(classes.inexact), dtype=torch.int64)].tolist()) - {0}
-        self.primary: dict[int, Slice] = {}  # class -> the first layer that makes it
-        readers: set[int] = set()
+            self.reasons.setdefault(int(self.roots[tag]), reason)
+        self.inexact = set(self.roots[torch.tensor(sorted(classes.inexact), dtype=torch.int64)].tolist()) - {0}
+        self.is_read = torch.zeros(len(self.roots), dtype=torch.bool)
         for one in self.slices:
-            classes_here = roots[one.ids].unique().tolist()
-            if one.role == "unit":
-                for root in classes_here:
-                    self.primary.setdefault(root, one)
             if one.role == "input":
-                readers |= set(classes_here)
-        self.readers = readers
+                self.is_read[self.roots[one.ids]] = True
+        self.is_free = self.is_read.clone()
+        self.is_free[[0, *self.reasons]] = False
 
-    def _free(self, root: int) -> bool:
-        return root != 0 and root not in self.reasons and root in self.readers
-
-    def group_set(self, unit: Slice) -> GroupSet | None:
-        """The groups that `unit` is the first to make."""
-        own: dict[int, int] = {}
-        for root in self.roots[unit.ids].tolist():
-            if self._free(root) and self.primary.get(root) is unit:
-                own.setdefault(root, len(own))
-        if not own:
-            return None
-        made: list[Member] = []
-        read: list[Member] = []
-        ridden: list[Member] = []
-        for one in sorted(self.slices, key=lambda s: s is not unit):
-            group_of = torch.tensor([own.get(root, -1) for root in self.roots[one.ids].tolist()])
-            if not bool((group_of >= 0).any()):
+    def group_sets(self) -> dict[int, GroupSet]:
+        """Number of the slice that is the first to make them -> the groups that it makes."""
+        owner = torch.full((len(self.roots),), -1)  # class -> number of the slice
+        place = torch.full((len(self.roots),), -1)  # class -> number of its group
+        sizes: dict[int, int] = {}
+        for number, one in enumerate(self.all_slices):
+            if one.role != "unit" or self.plan not in one.plans:
                 continue
-            where = {"unit": made, "through": made, "input": read, "rider": ridden}[one.role]
-            if one.name in self.parameters:
-                where.append(Member(one.name, (one.axis,), group_of))
-        return GroupSet(_set_name(unit), "coupled", len(own), (*made, *read), tuple(read), tuple(ridden))
+            roots = self.roots[one.ids]
+            own = dict.fromkeys(roots[self.is_free[roots] & (owner[roots] < 0)].tolist())
+            if own:
+                classes = torch.tensor(list(own))
+                owner[classes], place[classes], sizes[number] = number, torch.arange(len(own)), len(own)
+        members: dict[int, dict[str, list[tuple[bool, Member]]]] = {
+            n: {"made": [], "read": [], "rides": []} for n in sizes
+        }
+        for number, one in enumerate(self.all_slices):
+            if self.plan not in one.plans or one.name not in self.parameters:
+                continue
+            roots = self.roots[one.ids]
+            owners, places = owner[roots], place[roots]
+            role = {"unit": "made", "through": "made", "input": "read", "rider": "rides"}[one.role]
+            for which in owners[owners >= 0].unique().tolist():
+                group_of = torch.where(owners == which, places, -1)
+                members[which][role].append((number != which, Member(one.name, (one.axis,), group_of)))
+        suffix = "" if self.plan == "free" else f":{self.plan}"
+        result = {}
+        for number, size in sizes.items():
+            made, read, rides = (
+                tuple(member for _, member in sorted(members[number][role], key=lambda pair: pair[0]))
+                for role in ("made", "read", "rides")
+            )
+            name = _set_name(self.all_slices[number]) + suffix
+            result[number] = GroupSet(name, "coupled", size, (*made, *read), read, rides)
+        return result
 
     def is_inexact(self, group_set: GroupSet) -> bool:
         name, axes = group_set.members[0].parameter, group_set.members[0].axes
@@ -222,13 +226,13 @@ class _View:
 
     def why_refused(self, unit: Slice) -> str | None:
         """Why units of a layer are in no group set; None where all are, or where it makes what nothing reads."""
-        roots = self.roots[unit.ids].tolist()
-        stuck = [root for root in roots if not self._free(root)]
-        reasons = {root: self.reasons.get(root, "nothing reads it") for root in stuck}
-        if not stuck or (not any(root in self.readers for root in roots) and len(stuck) == len(roots)):
+        roots = self.roots[unit.ids]
+        stuck = roots[~self.is_free[roots]].tolist()
+        if not stuck or (len(stuck) == len(roots) and not bool(self.is_read[roots].any())):
             return None
+        reasons = [self.reasons.get(root, "nothing reads it") for root in stuck]
         count = f"{len(stuck)} of its {len(roots)} units: " if len(stuck) < len(roots) else ""
-        return count + max(reasons.values(), key=list(reasons.values()).count)
+        return count + max(dict.fromkeys(reasons), key=reasons.count)
 
 
 # ---------------------------------------------------------------- removal

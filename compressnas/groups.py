@@ -1,11 +1,14 @@
 """Groups of weights that live or die together: norms, masks, shrinking. Knows tensors and modules, nothing else."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+Layer = nn.modules.conv._ConvNd | nn.Linear
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,17 @@ def _box(weight: Tensor, left: Sequence[Tensor]) -> float:
     return fraction
 
 
-def modules_with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Conv2d | nn.Linear]]:
-    """Convolutions and linear layers by name, in the order in which they are registered."""
+def modules_with_weights(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Convolutions and linear layers with a weight of their own, by name, in the order in which they are registered.
+
+    A weight that is computed, or that two layers share, is none of a layer's own.
+    """
+    owners = Counter(id(m.weight) for m in model.modules() if isinstance(m, Layer))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
+        if not isinstance(module, Layer):
+            continue
+        if owners[id(module.weight)] == 1 and names.get(id(module.weight)) == f"{name}.weight":
             yield name, module
 
 

@@ -15,6 +15,7 @@ from compressnas.yaml_text import read_yaml, write_yaml
 
 ModelName = Literal["lenet5", "lenet300_100", "resnet20", "resnet56", "resnet18_cifar", "vgg16_bn_cifar"]
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
+Criterion = Literal["magnitude", "magnitude_l1", "bn_scale", "fpgm", "taylor", "random"]
 AugmentName = Literal["shift", "nudge", "flip", "crop", "cutout"]
 
 
@@ -283,12 +284,15 @@ class Bayes(Section):
     target: Target | None = None
 
 
-class Magnitude(Section):
-    """L2 magnitude, one shot, from the dense network: the baseline."""
+class Baseline(Section):
+    """A criterion, one shot, from the dense network: what the others are compared with."""
 
-    kind: Literal["magnitude"]
+    kind: Criterion
     target: Target
-    scope: Literal["uniform", "global"] = "uniform"
+    scope: Literal["uniform", "global"] = "global"
+    round_to: int = Field(default=1, ge=1, description="layers keep a multiple of this many channels")
+    batches: int = Field(default=16, ge=1, description="training batches that taylor reads")
+    batch_size: int = Field(default=128, ge=1)
 
 
 class Given(Section):
@@ -299,7 +303,7 @@ class Given(Section):
     fresh: bool = False
 
 
-Method = Annotated[Bayes | Magnitude | Given, Field(discriminator="kind")]
+Method = Annotated[Bayes | Baseline | Given, Field(discriminator="kind")]
 
 
 class Export(Section):

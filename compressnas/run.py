@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from compressnas import __version__
-from compressnas.baselines import magnitude
+from compressnas.baselines import CRITERIA, Evidence
 from compressnas.bayes.prune import Decision, bayes_prune
-from compressnas.data import DataSet, load_data
+from compressnas.data import DataSet, batches, load_data
+from compressnas.decide import choose
 from compressnas.distill import distillation
 from compressnas.errors import InputError
 from compressnas.export import BATCH_SIZES, Check, export_onnx, onnx_metadata
@@ -31,7 +32,7 @@ from compressnas.recipe import Finetune, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
-from compressnas.train import Loss, Work, channels_last, cross_entropy, evaluate, fit, make_work
+from compressnas.train import Loss, Work, channels_last, cross_entropy, evaluate, fit, make_work, stage_seed
 from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
@@ -157,7 +158,7 @@ def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
 
 CHECKS: dict[str, Callable[[nn.Module, Tensor, Recipe], None]] = {
     "bayes": _check_bayes,
-    "magnitude": lambda dense, example, recipe: None,
+    **dict.fromkeys(CRITERIA, lambda dense, example, recipe: None),
     "given": _check_given,
 }
 
@@ -169,9 +170,15 @@ def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decis
     return bayes_prune(dense, data, recipe.method, work)
 
 
-def _magnitude(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
-    assert recipe.method.kind == "magnitude"
-    slim, facts = magnitude(dense, data.train[0][0][None].to(work.device), recipe.method, recipe.seed)
+def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+    assert recipe.method.kind not in ("bayes", "given")
+    settings, seed = recipe.method, stage_seed(recipe.seed, "criterion")
+    some = batches(data.train, settings.batch_size, shuffle=True, seed=seed)
+    evidence = Evidence(some, batches=settings.batches, seed=recipe.seed)
+    example = data.train[0][0][None].to(work.device)
+    slim, facts = choose(
+        dense, example, settings.kind, settings.target, None, settings.round_to, evidence, (), 1, settings.scope
+    )
     return Decision(dense, slim, facts)
 
 
@@ -180,7 +187,7 @@ def _given(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decis
     return Decision(dense, SlimArch.load(recipe.method.path), {})
 
 
-METHODS: dict[str, Method] = {"bayes": _bayes, "magnitude": _magnitude, "given": _given}
+METHODS: dict[str, Method] = {"bayes": _bayes, **dict.fromkeys(CRITERIA, _baseline), "given": _given}
 
 
 def _start_afresh(model: nn.Module, seed: int) -> None:

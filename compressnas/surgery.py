@@ -369,14 +369,20 @@ def _crop_kernels(
 def origins(model: nn.Module, example: Inputs, slim: SlimArch) -> dict[str, Tensor]:
     """Where the weights of the removed network come from: parameter -> flat indices into the original one's.
 
-    A network whose weights are their own indices goes through the same removal.
+    A network whose weights are their own indices goes through the same removal. So do its buffers that carry channels,
+    the statistics of norms.
     """
+    coupled = coupling(model, example)
     numbered = copy.deepcopy(model).double()
+    carried = {one.name for one in coupled.trace.slices}
+    buffers = {n for n, b in numbered.named_buffers() if n in carried and b.is_floating_point()}
+    tensors = {**dict(numbered.named_parameters()), **{n: numbered.get_buffer(n) for n in buffers}}
     with torch.no_grad():
-        for tensor in numbered.parameters():
+        for tensor in tensors.values():
             tensor.copy_(torch.arange(1, tensor.numel() + 1, dtype=torch.float64).reshape(tensor.shape))
-    small, _ = _removed(numbered, double(example), slim)
-    return {name: weight.long() - 1 for name, weight in weights_of(small).items()}  # -1: masked, not removed
+    small, _ = _removed(numbered, double(example), slim, coupled=coupled)
+    left = weights_of(small) | {n: small.get_buffer(n) for n in buffers}
+    return {name: tensor.long() - 1 for name, tensor in left.items()}  # -1: masked, not removed
 
 
 # ---------------------------------------------------------------- proving
@@ -487,3 +493,11 @@ def remove(
         raise RunFailed(f"the network without its removed groups differs from the masked one by {difference:.1e}")
     verdict = "partly" if reasons else "equal"
     return small, decision, removal, Proof(verdict, difference, len(images), tuple(reasons.items()))
+
+
+def removed_network(
+    model: nn.Module, example: Inputs, sets: Sequence[GroupSet], alive: Mapping[str, Tensor]
+) -> nn.Module:
+    """The network without the groups that are not alive, not proved: to see what it would cost."""
+    kept = {s.name: tuple(alive[s.name].nonzero()[:, 0].tolist()) for s in sets}
+    return _removed(model, example, SlimArch(kept, {s.name: s.size for s in sets}))[0]

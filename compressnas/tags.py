@@ -122,6 +122,10 @@ class Trace:
     kept: dict[str, list[tuple[Tensor, str]]] = field(default_factory=lambda: {plan: [] for plan in PLANS})
     convs: dict[str, tuple[str, int]] = field(default_factory=dict)
 
+    def differs(self, plan: str) -> bool:
+        """Whether the plan says anything that `free` does not."""
+        return plan == "free" or bool(self.ties[plan] or self.kept[plan])
+
     def under(self, plan: str) -> Classes:
         """The classes with the ties of a plan."""
         classes = self.classes.copy()

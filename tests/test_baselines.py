@@ -1,16 +1,18 @@
 """Magnitude pruning: the budget is met as nearly as can be, and the largest units stay."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from compressnas.baselines import magnitude
+from compressnas.baselines import Evidence
+from compressnas.decide import choose
 from compressnas.errors import InputError
 from compressnas.measure import cost
 from compressnas.models import BUILDERS
-from compressnas.recipe import Magnitude, Target
+from compressnas.recipe import Target
 from compressnas.slim import SlimArch
 from compressnas.surgery import remove
 
@@ -24,8 +26,12 @@ def lenet(name: str) -> nn.Module:
 
 
 def decided(model: nn.Module, scope: str, **target: float) -> SlimArch:
-    settings = Magnitude(kind="magnitude", target=Target(**target), scope=scope)  # type: ignore[arg-type]
-    return magnitude(model, EXAMPLE, settings, seed=4)[0]
+    return chosen(model, scope, **target)[0]
+
+
+def chosen(model: nn.Module, scope: str, **target: float) -> tuple[SlimArch, dict[str, Any]]:
+    evidence = Evidence(seed=4)
+    return choose(model, EXAMPLE, "magnitude", Target(**target), None, 1, evidence, (), 1, scope)
 
 
 def realised(model: nn.Module, slim: SlimArch) -> nn.Module:
@@ -92,10 +98,13 @@ def test_uniform_keeps_the_same_fraction_of_every_layer() -> None:
 def test_the_decision_says_where_it_came_from_and_repeats() -> None:
     model = lenet("lenet300_100")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    settings = Magnitude(kind="magnitude", target=Target(flops=0.3), scope="global")
-    slim, facts = magnitude(model, EXAMPLE, settings, seed=4)
-    assert slim.origin == {"method": "magnitude", "scope": "global", "seed": 4}
-    assert magnitude(model, EXAMPLE, settings, seed=4)[0].to_json() == slim.to_json()
+    slim, facts = chosen(model, "global", flops=0.3)
+    reached = cost(realised(model, slim), EXAMPLE).flops
+    assert slim.origin == {
+        "method": "magnitude", "scope": "global", "seed": 4, "round_to": 1,
+        "target_flops": pytest.approx(0.3 * 266200), "reached_flops": reached,
+    }  # fmt: skip
+    assert chosen(model, "global", flops=0.3)[0].to_json() == slim.to_json()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert set(facts) == set(slim.sizes) == {"fc1.out", "fc2.out"}
     for name, fact in facts.items():

@@ -269,7 +269,7 @@ def test_a_removed_network_can_be_pruned_again(name: str, kinds: tuple[str, ...]
         assert relative_difference(masked(model, EXAMPLE, realised), small, drawn_images(3)) <= 1e-9
         assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
         model = small
-    expected = {"conv2.out": "fc1 selects its inputs already"} if name == "lenet5" else {}
+    expected = {"conv2.out": "is read by a layer that selects its inputs already"} if name == "lenet5" else {}
     assert dict(sets.left_alone) == expected
 
 
@@ -379,9 +379,9 @@ REFUSED = [
     (lenet, EXAMPLE, ("coupled", "filter"), "coupled holds what filter and row hold"),
     (lenet, torch.zeros(1, 3, 28, 28), ("filter",), r"cannot be traced at an input of shape \(1, 3, 28, 28\)"),
     (lenet, torch.zeros(1, 1, 40, 40), ("row",), "cannot be traced"),
-    (TwoOutputs, torch.zeros(1, 4), ("row",), "returns a tuple, expected one tensor"),
-    (Tied, torch.zeros(1, 4), ("column",), "layer 'two': expected a weight of its own"),
-    (lambda: nn.Linear(4, 2), torch.zeros(1, 4), ("row",), "or the whole network"),
+    (TwoOutputs, torch.zeros(1, 4), ("row",), "body.out is left alone: its units reach the output"),
+    (Tied, torch.zeros(1, 4), ("row",), "no group of kind row .one.out is left alone"),
+    (lambda: nn.Linear(4, 2), torch.zeros(1, 4), ("row",), "no group of kind row"),
     (lambda: nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4), ("row",), "no group of kind row"),
 ]
 

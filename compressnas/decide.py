@@ -1,0 +1,264 @@
+"""A budget and a criterion in, the decision what stays out."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressnas.baselines import CRITERIA, Evidence, Loss, scores
+from compressnas.budget import Budget, Meter
+from compressnas.errors import InputError
+from compressnas.groups import GroupSet
+from compressnas.inputs import Inputs
+from compressnas.measure import cost
+from compressnas.recipe import Target
+from compressnas.slim import SlimArch
+from compressnas.surgery import find_groups, removed_network
+
+SCOPES = ("global", "uniform")
+CLOSE = 0.02  # relative distance to a target that counts as hit
+CORRECTIONS = 4  # times that the budget is solved again, with what the last network really cost
+
+
+def decide(
+    model: nn.Module,
+    example_inputs: Inputs,
+    method: str = "magnitude",
+    target: Mapping[str, float] | None = None,
+    ratio: float | None = None,
+    round_to: int = 1,
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    ignore: Sequence[str] = (),
+    min_channels: int = 1,
+    scope: str = "global",
+    seed: int = 0,
+) -> SlimArch:
+    """Choose which channels stay.
+
+    Args:
+        model: the trained network; not changed.
+        example_inputs: a tensor, a tuple of arguments or a mapping of named ones.
+        method: magnitude (L2), magnitude_l1, bn_scale, fpgm, taylor or random.
+        target: {"flops": x} or {"params": x}: below 1 the fraction of the cost that may be kept, otherwise the cost.
+        ratio: instead of a target: the fraction of the channels of each layer that goes.
+        round_to: layers keep a multiple of this many channels, where they have that many.
+        data: (inputs, targets) batches, for `taylor`.
+        loss: (output, targets) -> scalar; default cross-entropy.
+        ignore: patterns of layer or group set names to leave alone, such as `layer1.*`.
+        min_channels: the fewest channels that a layer keeps.
+        scope: `global` ranks all groups by importance, relative to their layer, per cost; `uniform` keeps the same
+            fraction of every layer.
+        seed: for `random`.
+
+    Returns:
+        The decision; `origin` says what was asked and what the network will cost.
+
+    Raises:
+        InputError: a value is out of range, the network cannot be traced, or nothing of it can be pruned.
+    """
+    wanted = _wanted(target, ratio, round_to, min_channels, scope, method)
+    evidence = Evidence(data, loss, seed=seed)
+    return choose(model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope)[0]
+
+
+def choose(
+    model: nn.Module,
+    example_inputs: Inputs,
+    method: str,
+    wanted: Target | None,
+    ratio: float | None,
+    round_to: int,
+    evidence: Evidence,
+    ignore: Sequence[str],
+    min_channels: int,
+    scope: str,
+) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
+    """What `decide` does, with the importance of every group for the report."""
+    found = find_groups(model, example_inputs, ("coupled",))
+    sets = [s for s in found.sets if not any(_matches(s.name, pattern) for pattern in ignore)]
+    if not sets:
+        raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")
+    importance = scores(method, model, sets, evidence)
+    floors = {s.name: min(_least(s, min_channels, round_to), s.size) for s in sets}
+    choice = _Choice(sets, importance, floors, round_to)
+    origin: dict[str, str | int | float] = {
+        "method": method,
+        "scope": scope,
+        "seed": evidence.seed,
+        "round_to": round_to,
+    }
+    if wanted is None:
+        assert ratio is not None
+        alive, origin["ratio"] = choice.uniform(1 - ratio), ratio
+    else:
+        alive, kind, limit, reached = _to_budget(model, example_inputs, choice, wanted, scope)
+        origin |= {f"target_{kind}": limit, f"reached_{kind}": reached}
+    kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
+    facts = {s.name: {"kind": s.kind, "size": s.size, "norm": importance[s.name].tolist()} for s in sets}
+    return SlimArch(kept, {s.name: s.size for s in sets}, origin), facts
+
+
+def _wanted(
+    target: Mapping[str, float] | None, ratio: float | None, round_to: int, least: int, scope: str, method: str
+) -> Target | None:
+    if (target is None) == (ratio is None):
+        raise InputError(f"expected exactly one of target and ratio, got target={target}, ratio={ratio}")
+    if ratio is not None and not 0 <= ratio < 1:
+        raise InputError(f"ratio {ratio}: expected a number in 0 <= ratio < 1")
+    if method not in CRITERIA:
+        raise InputError(f"method {method!r}: expected one of {', '.join(CRITERIA)}")
+    if scope not in SCOPES:
+        raise InputError(f"scope {scope!r}: expected one of {', '.join(SCOPES)}")
+    for name, value in (("round_to", round_to), ("min_channels", least)):
+        if value < 1:
+            raise InputError(f"{name} {value}: expected a whole number of at least 1")
+    if target is None:
+        return None
+    if len(target) != 1 or not set(target) <= {"flops", "params"}:
+        raise InputError(f"target {dict(target)}: expected exactly one of flops, params")
+    ((kind, value),) = target.items()
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise InputError(f"target {kind} {value!r}: expected a number above 0")
+    return Target(**{kind: float(value)})
+
+
+def _matches(name: str, pattern: str) -> bool:
+    layer = name.partition(":")[0].removesuffix(".out")
+    return fnmatchcase(name, pattern) or fnmatchcase(layer, pattern)
+
+
+def _units(group_set: GroupSet) -> int:
+    """How many channels of its own layer go with one group."""
+    return max(1, int((group_set.members[0].group_of >= 0).sum()) // group_set.size)
+
+
+def _least(group_set: GroupSet, channels: int, round_to: int) -> int:
+    """The fewest groups that hold this many channels, or one multiple of round_to."""
+    return max(1, math.ceil(max(channels, min(round_to, group_set.size * _units(group_set))) / _units(group_set)))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The groups there are, how they rank, and how they may be counted."""
+
+    sets: Sequence[GroupSet]
+    importance: Mapping[str, Tensor]
+    floors: Mapping[str, int]
+    round_to: int
+
+    def rounded(self, group_set: GroupSet, count: float, up: bool = False) -> int:
+        """A number of groups that makes a multiple of `round_to` channels; all of them where there are fewer."""
+        step = self.step(group_set)
+        multiple = math.ceil(count / step - 1e-9) * step if up else round(count / step) * step
+        return int(min(max(multiple, self.floors[group_set.name]), group_set.size))
+
+    def step(self, group_set: GroupSet) -> int:
+        return max(1, self.round_to // math.gcd(self.round_to, _units(group_set)))
+
+    def best(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
+        """The most important groups of each set -> (G,) bool. Every layer keeps something to read."""
+        alive = {}
+        for s in self.sets:
+            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=s.members[0].group_of.device)
+            ranked = self.importance[s.name].argsort(descending=True, stable=True)
+            alive[s.name][ranked[: counts[s.name]]] = True
+            _keep_readable(s, alive[s.name], ranked)
+        return alive
+
+    def uniform(self, fraction: float) -> dict[str, Tensor]:
+        return self.best({s.name: self.rounded(s, fraction * s.size) for s in self.sets})
+
+
+def _keep_readable(group_set: GroupSet, alive: Tensor, ranked: Tensor) -> None:
+    """Each layer that makes or reads units of this set alone keeps its best one: an empty layer cuts the network."""
+    for member in group_set.members:
+        own = member.group_of
+        if bool((own < 0).any()):
+            continue  # it has others, which are looked after with their own sets
+        if not bool(alive[own].any()):
+            inside = set(own.tolist())
+            alive[next(g for g in ranked.tolist() if g in inside)] = True
+
+
+def _to_budget(
+    model: nn.Module, example: Inputs, choice: _Choice, wanted: Target, scope: str
+) -> tuple[dict[str, Tensor], str, float, float]:
+    """Solve for the budget, look at what the network then really costs, and solve again for what was off."""
+    dense = cost(model, example)
+    kind, limit = wanted.limit(dense.flops, dense.params)
+    meter = Budget(kind, limit).meter(model, choice.sets, example)
+    everything = meter({s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets})
+    solve = {"global": _global, "uniform": _uniform}[scope]
+    goal = limit * everything / float(getattr(dense, kind))
+    best: tuple[float, dict[str, Tensor], float] | None = None
+    for _ in range(CORRECTIONS):
+        alive = solve(choice, meter, goal)
+        real = float(getattr(cost(removed_network(model, example, choice.sets, alive), example), kind))
+        off = abs(real - limit) / limit + (real > limit)  # the nearest that is not above it
+        if best is None or off < best[0]:
+            best = (off, alive, real)
+        if limit * (1 - CLOSE / 4) <= real <= limit or all(bool(flags.all()) for flags in alive.values()):
+            break
+        goal *= limit / real * (1 - CLOSE / 8 if real > limit else 1)
+    assert best is not None
+    return best[1], kind, limit, best[2]
+
+
+def _bisected(counts: Callable[[float], dict[str, int]], choice: _Choice, meter: Meter, limit: float) -> dict[str, int]:
+    """The largest knob in 0..1 whose network costs at most `limit`."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meter(choice.best(counts(middle))) <= limit else (low, middle)
+    return counts(low)
+
+
+def _uniform(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
+    def counts(fraction: float) -> dict[str, int]:
+        return {s.name: choice.rounded(s, fraction * s.size) for s in choice.sets}
+
+    return choice.best(_filled(choice, meter, limit, _bisected(counts, choice, meter, limit)))
+
+
+def _global(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
+    """Groups in order of importance (relative to their set) per cost (relative to the mean of all groups)."""
+    whole = {s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets}
+    total = meter(whole)
+    worth: dict[str, Tensor] = {}
+    for s in choice.sets:
+        less = {**whole, s.name: torch.arange(s.size) > 0}
+        saved = max(total - meter(less), total * 1e-9)
+        worth[s.name] = choice.importance[s.name].cpu() / saved
+    ranked = torch.cat(list(worth.values())).sort().values
+
+    def counts(fraction: float) -> dict[str, int]:
+        if fraction == 0:
+            return dict(choice.floors)
+        threshold = ranked[min(int((1 - fraction) * len(ranked)), len(ranked) - 1)]
+        return {s.name: choice.rounded(s, float((worth[s.name] >= threshold).sum())) for s in choice.sets}
+
+    return choice.best(_filled(choice, meter, limit, _bisected(counts, choice, meter, limit)))
+
+
+def _filled(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
+    """Give back what rounding left over: one step at a time, the best next groups first, while it fits."""
+    counts = dict(counts)
+    sorted_worth = {s.name: choice.importance[s.name].sort(descending=True).values for s in choice.sets}
+    open_sets = {s.name: s for s in choice.sets if counts[s.name] < s.size}
+    while open_sets:
+        following = {
+            name: float(sorted_worth[name][counts[name] : counts[name] + choice.step(s)].mean())
+            for name, s in open_sets.items()
+        }
+        name = max(following, key=lambda n: following[n])
+        more = {**counts, name: min(counts[name] + choice.step(open_sets[name]), open_sets[name].size)}
+        if meter(choice.best(more)) <= limit:
+            counts = more
+        if counts != more or counts[name] == open_sets[name].size:
+            del open_sets[name]
+    return counts
