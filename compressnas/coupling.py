@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compressnas.errors import InputError
 from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs, call, described
-from compressnas.tags import PLANS, Slice, Trace, trace
+from compressnas.tags import OUTPUT, PLANS, Slice, Trace, trace
 
 INEXACT = "a norm averages over its units: what is left would be scaled differently"
 
@@ -228,9 +228,9 @@ class _View:
         """Why units of a layer are in no group set; None where all are, or where it makes what nothing reads."""
         roots = self.roots[unit.ids]
         stuck = roots[~self.is_free[roots]].tolist()
-        if not stuck or (len(stuck) == len(roots) and not bool(self.is_read[roots].any())):
-            return None
         reasons = [self.reasons.get(root, "nothing reads it") for root in stuck]
+        if not stuck or (set(reasons) <= {OUTPUT, "nothing reads it"} and not bool(self.is_read[roots].any())):
+            return None
         count = f"{len(stuck)} of its {len(roots)} units: " if len(stuck) < len(roots) else ""
         return count + max(dict.fromkeys(reasons), key=reasons.count)
 

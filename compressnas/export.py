@@ -8,7 +8,8 @@ import io
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,16 @@ from torch import Tensor, nn
 
 from compressnas.errors import InputError, RunFailed
 from compressnas.files import whole_file
+from compressnas.inputs import Inputs, call, map_tensors
+from compressnas.interface import (
+    TensorsOnly,
+    input_names,
+    input_tensors,
+    is_batched,
+    more_samples,
+    output_names,
+    take,
+)
 
 BATCH_SIZES = (1, 2, 5)  # 1 is where exporters specialise, 2 is what was traced, 5 is neither
 RELATIVE_TOLERANCE = 1e-4
@@ -37,7 +48,8 @@ class Check:
     Attributes:
         max_abs_diff: largest |ONNX Runtime - torch| over all batches.
         max_abs_output: largest |output| of torch.
-        tolerance: what `max_abs_diff` was allowed to be, 1e-4 `max_abs_output`.
+        tolerance: what `max_abs_diff` was allowed to be, 1e-4 `max_abs_output`; where there are several outputs, the
+            difference of each was at most 1e-4 of its own largest value.
         opset: version of the ONNX operator set.
         bytes: size of the file.
         by_batch: batch size -> largest |difference| at that batch size.
@@ -53,32 +65,70 @@ class Check:
     nodes: int
 
 
+@dataclass(frozen=True)
+class _Face:
+    """The names that a file gives to what goes in and comes out, and what the batch is.
+
+    Attributes:
+        inputs, outputs: names, in the order of the network.
+        batched: of each input, whether its first dimension is the batch.
+        one_row: whether every output must have one row a sample.
+    """
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    batched: Sequence[bool]
+    one_row: bool = False
+
+
+CLASSIFIER = _Face(("images",), ("logits",), (True,), one_row=True)
+
+
 def export_onnx(
-    model: nn.Module, images: Tensor, path: Path, metadata: Mapping[str, str], *, threads: int | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    path: str | Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    threads: int | None = None,
 ) -> Check:
     """Write `model` to one self-contained ONNX file with a dynamic batch dimension, and verify what was written.
 
-    The file has the input `images` (batch, C, H, W) and the output `logits`. It appears under `path` only after it
-    agreed with torch; after a failure there is no file under `path`, not even an older one.
+    The batch is the first dimension of every input that has as many rows as the first one. Inputs are named as the
+    arguments of `forward`, outputs as the keys that the network returns (`hidden_0` where one holds several), or
+    `output`, or `output_0` and so on. Given `metadata`, it is a classifier's file: the input is `images`
+    (batch, C, H, W), the output `logits` (batch, classes).
+
+    The file appears under `path` only after it agreed with torch at batch 1, 2 and 5; after a failure there is no
+    file under `path`, not even an older one.
 
     Args:
         model: any device, dtype and mode; a float32 copy in eval mode is exported, `model` is not changed.
-        images: (B, C, H, W), B >= 5, normalised as the model wants them; real ones, since the check runs on them.
+        example_inputs: a tensor (B, ...), a tuple of arguments or a mapping of named ones. Below 8 samples, the check
+            runs on these and on random ones like them (`more_samples`). For a classifier 5 real images at least,
+            normalised as the model wants them: the check runs on these alone.
         path: the file to write.
-        metadata: strings that go into the file, see `onnx_metadata`.
+        metadata: strings that go into a classifier's file, see `onnx_metadata`.
         threads: of ONNX Runtime; None leaves the choice to it.
 
     Raises:
-        InputError: fewer than 5 images, or `path` cannot be written.
+        InputError: no samples (for a classifier: fewer than 5 images), or `path` cannot be written.
         RunFailed: the network cannot be exported, or the file computes something else.
     """
     path = Path(path)
-    _enough(images)
-    network = _copy(model)
+    if metadata is not None:
+        _enough(example_inputs)
+    network, given, batched = _copy(model), _plain(example_inputs), is_batched(example_inputs)
     try:
+        if metadata is None:
+            given = more_samples(given, sum(BATCH_SIZES))
+            face = _face(network, given, batched)
+        else:
+            face = CLASSIFIER
+        wrapped = TensorsOnly(network, given)
         with whole_file(path) as part:
-            part.write_bytes(_convert(network, images, metadata))
-            return _check(part, network, images, threads, name=path)
+            part.write_bytes(_convert(wrapped, _tensors(given, range(2), face), face, metadata or {}))
+            return _check(part, wrapped, given, face, threads, name=path)
     except RunFailed:
         path.unlink(missing_ok=True)  # an older file would pass for the result of this run
         raise
@@ -99,7 +149,8 @@ def verify(path: Path, model: nn.Module, images: Tensor, *, threads: int | None 
             or a value that is not finite, or differs by more than 1e-4 max |output|.
     """
     _enough(images)
-    return _check(Path(path), _copy(model), images, threads, name=Path(path))
+    given = _plain(images)
+    return _check(Path(path), TensorsOnly(_copy(model), given), given, CLASSIFIER, threads, name=Path(path))
 
 
 def onnx_metadata(
@@ -222,28 +273,58 @@ def open_session(path: Path, threads: int | None, *, spinning: bool = True) -> o
         raise InputError(f"{path}: ONNX Runtime cannot load it: {_line(error)}") from error
 
 
-def _convert(network: nn.Module, images: Tensor, metadata: Mapping[str, str]) -> bytes:
-    """The ONNX file of `network` as bytes."""
+def _face(network: nn.Module, given: Inputs, batched: Sequence[bool]) -> _Face:
+    """Names from the signature of `forward` and from what the network returns for two samples."""
+    inputs = input_names(network, given)
+    try:
+        with torch.no_grad():
+            outputs = call(network, take(given, torch.arange(2), batched))
+    except Exception as error:  # a network may raise anything
+        hint = "; an example of several samples shows which inputs have a batch dimension" if len(batched) > 1 else ""
+        raise RunFailed(f"the network itself fails at batch size 2: {_line(error)}{hint}") from error
+    names = output_names(outputs, inputs)
+    if not names:
+        raise RunFailed(f"the network returns {type(outputs).__name__} without a tensor in it: nothing to export")
+    return _Face(inputs, names, batched)
+
+
+def _convert(network: TensorsOnly, tensors: list[Tensor], face: _Face, metadata: Mapping[str, str]) -> bytes:
+    """The ONNX file of `network` as bytes. `tensors` hold two samples: one would make the batch size a constant."""
+    batch = torch.export.Dim("batch")
     try:
         with _quiet():
             program = torch.onnx.export(
                 network,
-                (images[:2].to("cpu", torch.float32),),  # one image would make the batch size a constant
+                tuple(tensors),
                 dynamo=True,
                 external_data=False,
-                input_names=["images"],
-                output_names=["logits"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=list(face.inputs),
+                output_names=list(face.outputs),
+                dynamic_shapes=(tuple({0: batch} if dynamic else None for dynamic in face.batched),),
                 verbose=False,
             )
             assert program is not None  # only the exporter that dynamo=True replaces returns None
             proto = program.model_proto
+        _own_names(proto.graph)
         _strip_notes(proto.graph)
         onnx.helper.set_model_props(proto, dict(metadata))
         content: bytes = proto.SerializeToString(deterministic=True)
         return content
     except Exception as error:  # torch.export lets through whatever the network or a translation raises
         raise RunFailed(f"the network cannot be exported to ONNX: {_line(error.__cause__ or error)}") from error
+
+
+def _own_names(graph: onnx.GraphProto) -> None:
+    """Parameters are called as in the network itself, not as in what wraps it."""
+    prefix = "network."
+    for item in (*graph.initializer, *graph.value_info, *graph.output):
+        item.name = item.name.removeprefix(prefix)
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [name.removeprefix(prefix) for name in names]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _own_names(inner)
 
 
 def _strip_notes(graph: onnx.GraphProto) -> None:
@@ -262,30 +343,35 @@ def _strip_notes(graph: onnx.GraphProto) -> None:
                 _strip_notes(inner)
 
 
-def _check(path: Path, network: nn.Module, images: Tensor, threads: int | None, name: Path) -> Check:
-    """`verify` for a network that is already a CPU float32 copy in eval mode; errors call the file `name`."""
+def _check(path: Path, network: TensorsOnly, given: Inputs, face: _Face, threads: int | None, name: Path) -> Check:
+    """Compare for a network that is already a CPU float32 copy in eval mode; errors call the file `name`."""
     proto = _read(path, name)
     try:
         session = open_session(path, threads)
     except InputError as error:
         raise RunFailed(str(error).replace(str(path), str(name))) from error
-    by_batch: dict[int, float] = {}
-    largest = 0.0
-    for batch in _batches(images):
-        expected, found = _both(network, session, batch, name)
-        by_batch[len(batch)] = (expected - found).abs().max().item()
-        largest = max(largest, expected.abs().max().item())
-    tolerance = RELATIVE_TOLERANCE * largest
-    worst = max(by_batch, key=lambda size: by_batch[size])
-    if by_batch[worst] > tolerance:
-        raise RunFailed(
-            f"{name}: ONNX Runtime and torch differ by {by_batch[worst]:.3g} at batch size {worst}, "
-            f"allowed are {tolerance:.3g} (1e-4 of the largest output)"
-        )
+    differences: dict[int, list[float]] = {}  # batch size -> of each output
+    largest = [0.0] * len(face.outputs)
+    start = 0
+    for size in BATCH_SIZES:
+        tensors = _tensors(given, range(start, start + size), face)
+        pairs = _both(network, session, tensors, size, face, name)
+        differences[size] = [_most(expected - found) for expected, found in pairs]
+        largest = [max(most, _most(expected)) for most, (expected, _) in zip(largest, pairs, strict=True)]
+        start += size
+    for output, most in enumerate(largest):
+        worst = max(differences, key=lambda size: differences[size][output])
+        if differences[worst][output] > RELATIVE_TOLERANCE * most:
+            of = f" in {face.outputs[output]}" if len(largest) > 1 else ""
+            raise RunFailed(
+                f"{name}: ONNX Runtime and torch differ by {differences[worst][output]:.3g}{of} at batch size {worst}, "
+                f"allowed are {RELATIVE_TOLERANCE * most:.3g} (1e-4 of the largest output)"
+            )
+    by_batch = {size: max(of_outputs) for size, of_outputs in differences.items()}
     return Check(
-        max_abs_diff=by_batch[worst],
-        max_abs_output=largest,
-        tolerance=tolerance,
+        max_abs_diff=max(by_batch.values()),
+        max_abs_output=max(largest),
+        tolerance=RELATIVE_TOLERANCE * max(largest),
         opset=next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")),
         bytes=path.stat().st_size,
         by_batch=MappingProxyType(by_batch),
@@ -311,45 +397,62 @@ def _read(path: Path, name: Path) -> onnx.ModelProto:
 
 
 def _both(
-    network: nn.Module, session: onnxruntime.InferenceSession, batch: Tensor, name: Path
-) -> tuple[Tensor, Tensor]:
-    """The output of torch and of ONNX Runtime, (B, classes) each, in float64 so that the difference is exact."""
+    network: TensorsOnly,
+    session: onnxruntime.InferenceSession,
+    tensors: Sequence[Tensor],
+    size: int,
+    face: _Face,
+    name: Path,
+) -> list[tuple[Tensor, Tensor]]:
+    """Each output of torch and of ONNX Runtime at batch size `size`, in float64 so that the difference is exact."""
     try:
         with torch.no_grad():
-            expected = network(batch)
+            expected = network(*tensors)
     except Exception as error:  # a network may raise anything; most often it is made for one batch size
-        raise RunFailed(f"{name}: the network itself fails at batch size {len(batch)}: {_line(error)}") from error
+        raise RunFailed(f"{name}: the network itself fails at batch size {size}: {_line(error)}") from error
     try:
-        found = torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
+        feed = {key: tensor.numpy() for key, tensor in zip(face.inputs, tensors, strict=True)}
+        found = [torch.from_numpy(np.asarray(value)) for value in session.run(list(face.outputs), feed)]
     except Exception as error:  # ONNX Runtime's exceptions have no class in common
-        raise RunFailed(f"{name}: ONNX Runtime fails at batch size {len(batch)}: {_line(error)}") from error
-    if not isinstance(expected, Tensor) or expected.shape != found.shape:
-        shape = tuple(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
-        raise RunFailed(f"{name}: torch gives {shape}, ONNX Runtime {tuple(found.shape)} at batch size {len(batch)}")
-    if expected.shape[:1] != batch.shape[:1]:
-        raise RunFailed(
-            f"{name}: the network gives {tuple(expected.shape)} at batch size {len(batch)}, expected one row an image"
-        )
-    for who, output in (("torch", expected), ("ONNX Runtime", found)):
-        if not bool(output.isfinite().all()):
-            raise RunFailed(f"{name}: {who} gives values that are not finite at batch size {len(batch)}")
-    return expected.double(), found.double()
+        raise RunFailed(f"{name}: ONNX Runtime fails at batch size {size}: {_line(error)}") from error
+    if len(expected) != len(found):
+        raise RunFailed(f"{name}: torch gives {len(expected)} tensors at batch size {size}, the file {len(found)}")
+    for one, other in zip(expected, found, strict=True):
+        if one.shape != other.shape:
+            shapes = f"torch gives {tuple(one.shape)}, ONNX Runtime {tuple(other.shape)}"
+            raise RunFailed(f"{name}: {shapes} at batch size {size}")
+        if face.one_row and one.shape[:1] != (size,):
+            raise RunFailed(
+                f"{name}: the network gives {tuple(one.shape)} at batch size {size}, expected one row an image"
+            )
+        for who, output in (("torch", one), ("ONNX Runtime", other)):
+            if not bool(output.isfinite().all()):
+                raise RunFailed(f"{name}: {who} gives values that are not finite at batch size {size}")
+    return [(one.double(), other.double()) for one, other in zip(expected, found, strict=True)]
 
 
-def _batches(images: Tensor) -> Iterator[Tensor]:
-    """Batches of 1, 2 and 5 images (B, C, H, W), float32 on the CPU, that overlap only when there are fewer than 8."""
-    images = images.detach().to("cpu", torch.float32)
-    start = 0
-    for size in BATCH_SIZES:
-        yield images[torch.arange(start, start + size) % len(images)]
-        start += size
+def _most(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _tensors(given: Inputs, rows: Iterable[int], face: _Face) -> list[Tensor]:
+    """These samples, counted round and round: batches overlap only when there are fewer than 8."""
+    size = next(len(t) for t, batched in zip(input_tensors(given), face.batched, strict=True) if batched)
+    return input_tensors(take(given, torch.tensor([row % size for row in rows]), face.batched))
+
+
+def _plain(inputs: Inputs) -> Any:
+    """On the CPU, floating-point tensors in float32."""
+    return map_tensors(inputs, lambda t: t.detach().to("cpu", torch.float32 if t.is_floating_point() else None))
 
 
 def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
-def _enough(images: Tensor) -> None:
+def _enough(images: Inputs) -> None:
+    if not isinstance(images, Tensor):
+        raise InputError(f"a classifier's file takes one tensor of images, got {type(images).__name__}")
     if len(images) < max(BATCH_SIZES):
         raise InputError(f"{len(images)} images to check the ONNX file with, expected at least {max(BATCH_SIZES)}")
 
@@ -396,7 +499,9 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # said where two inputs share the batch dimension, which is meant
+            warnings.filterwarnings("ignore", message="# The axis name: batch will not be used")
             yield
     finally:
         logging.disable(before)

@@ -133,9 +133,10 @@ def kept_fractions(
     """
     weights = weights_of(model)
     axes_left: dict[str, list[Tensor]] = {}  # parameter -> for each axis, (size,) bool: what is not gone
-    for name, _ in modules_with_weights(model):
-        weight = weights[f"{name}.weight"]
-        axes_left[f"{name}.weight"] = [torch.ones(n, dtype=torch.bool, device=weight.device) for n in weight.shape]
+    held = {m.parameter for s in (*sets, *outputs) for m in (*s.members, *s.readers)}
+    for name in held | {f"{name}.weight" for name, _ in modules_with_weights(model)}:
+        shape, device = weights[name].shape, weights[name].device
+        axes_left[name] = [torch.ones(n, dtype=torch.bool, device=device) for n in shape]
     for group_set in sets:
         for member in {id(m): m for m in (*group_set.members, *group_set.readers)}.values():
             weight, left = weights[member.parameter], axes_left[member.parameter]

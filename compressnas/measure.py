@@ -1,15 +1,20 @@
 """What a network costs: FLOPs in two conventions, and parameters. The only file that knows fvcore."""
 
 import copy
+import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from compressnas.inputs import Inputs, map_tensors
+from compressnas.interface import TensorsOnly, input_tensors, take
 
 with warnings.catch_warnings():
     # fvcore scripts a loss function when it is imported, and torch calls that deprecated. Not the user's business.
@@ -28,7 +33,7 @@ class Cost:
 
     Attributes:
         flops: fvcore's count: one per multiply-add. Besides convolutions and linear layers it counts norms, matrix
-            products, adaptive pooling and upsampling.
+            products, adaptive pooling and upsampling; attention, which fvcore leaves out, has its two matrix products.
         params: trainable or not, shared ones once; buffers are not counted.
         by_layer: module path -> fvcore's count of the convolutions and linear operations the module itself runs;
             every convolution and linear layer is listed, also with 0. A module that is used twice counts twice.
@@ -46,18 +51,30 @@ class Cost:
     flops_bias_convention: int
 
 
-def cost(model: nn.Module, example: Tensor) -> Cost:
-    """Count the FLOPs and parameters of `model` in eval mode for the first image of `example` (B, C, H, W).
+def cost(model: nn.Module, example: Inputs) -> Cost:
+    """Count the FLOPs and parameters of `model` in eval mode for the first sample of `example`.
 
     Everything runs on a copy: statistics, gradients, training flags and hooks of `model` stay as they are.
+
+    Args:
+        model: any network.
+        example: a tensor (B, ...), a tuple of arguments or a mapping of named ones.
+
+    Raises:
+        InputError: the example holds no sample.
     """
-    network, image = _copy(model, example)
-    flops = _analyse(FlopCountAnalysis, network, image)
-    outputs = _analyse(ActivationCountAnalysis, network, image)  # output elements of the same operations
-    total = flops.by_operator()
+    network, sample = _copy(model, example)
+    with _attention_in_steps():
+        flops = _analyse(FlopCountAnalysis, network, sample)
+        outputs = _analyse(ActivationCountAnalysis, network, sample)  # output elements of the same operations
+        total = flops.by_operator()
     own = _own_counts(flops.by_module_and_operator())
-    layers = {name: sum(own[name][op] for op in _LAYER_OPERATIONS) for name in own}
-    named = dict(network.named_modules())
+    layers = {
+        name.removeprefix("network").removeprefix("."): sum(own[name][op] for op in _LAYER_OPERATIONS)
+        for name in own
+        if name  # the wrapper
+    }
+    named = dict(model.named_modules())
     return Cost(
         flops=int(sum(total.values())),
         params=sum(parameter.numel() for parameter in model.parameters()),
@@ -67,7 +84,7 @@ def cost(model: nn.Module, example: Tensor) -> Cost:
     )
 
 
-def theoretical_flops(model: nn.Module, example: Tensor) -> tuple[int, int]:
+def theoretical_flops(model: nn.Module, example: Inputs) -> tuple[int, int]:
     """FLOPs for one input if every zero weight of a convolution or linear layer were free.
 
     A zero weight saves one multiply-add per output position. In the bias convention an output unit all of whose
@@ -76,13 +93,13 @@ def theoretical_flops(model: nn.Module, example: Tensor) -> tuple[int, int]:
 
     Args:
         model: any network; it is not changed.
-        example: (B, C, H, W), of which the first image is used.
+        example: as for `cost`.
 
     Returns:
         (fvcore's convention, bias convention).
     """
     dense = cost(model, example)
-    network, image = _copy(model, example)
+    network, sample = _copy(model, example)
     free: list[tuple[int, int]] = []
 
     def count(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -91,8 +108,8 @@ def theoretical_flops(model: nn.Module, example: Tensor) -> tuple[int, int]:
     for module in network.modules():
         if isinstance(module, _LAYERS):
             module.register_forward_hook(count)
-    with torch.no_grad():
-        network(image)
+    with torch.no_grad(), _attention_in_steps():
+        network(*sample)
     return dense.flops - sum(f for f, _ in free), dense.flops_bias_convention - sum(b for _, b in free)
 
 
@@ -112,17 +129,47 @@ def _free(layer: nn.Module, inputs: Tensor | None, output: Tensor) -> tuple[int,
     return zeros * positions, zeros * positions + dead_outputs
 
 
-def _copy(model: nn.Module, example: Tensor) -> tuple[nn.Module, Tensor]:
-    """An eval-mode copy on the CPU, and one image (1, C, H, W) in the dtype of its parameters."""
+def _copy(model: nn.Module, example: Inputs) -> tuple[TensorsOnly, tuple[Tensor, ...]]:
+    """An eval-mode copy on the CPU, and one sample for it, floating-point tensors in the dtype of its parameters."""
     network = copy.deepcopy(model).cpu().eval()
-    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), example.dtype)
-    return network, example[:1].detach().to("cpu", dtype)
+    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
+    sample = map_tensors(
+        take(example, torch.zeros(1, dtype=torch.int64)),
+        lambda t: t.detach().to("cpu", dtype if t.is_floating_point() else None),
+    )
+    return TensorsOnly(network, sample), tuple(input_tensors(sample))
 
 
-def _analyse(kind: Any, network: nn.Module, image: Tensor) -> Any:
+@contextmanager
+def _attention_in_steps() -> Iterator[None]:
+    """Torch's attention layers have a fast path in eval mode: one operation, inside which nothing can be counted."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
+    """Multiply-adds of q k' and attn v: q (..., L, E), k (..., S, E), v (..., S, E_v). Masks save nothing."""
+    query, _, value = (value.type().sizes() for value in inputs[:3])
+    per_pair = query[-1] + value[-1]
+    return Counter({"attention": math.prod(query[:-2]) * query[-2] * value[-2] * per_pair})
+
+
+def _added_products(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
+    """Multiply-adds of a sum and batched products: added to, (B, L, E), (B, E, S); attention with a mask runs it."""
+    one, other = (value.type().sizes() for value in inputs[1:3])
+    return Counter({"bmm": math.prod(one) * other[-1]})
+
+
+def _analyse(kind: Any, network: nn.Module, sample: tuple[Tensor, ...]) -> Any:
     """An fvcore analysis that keeps quiet: what it would have logged is in `unsupported_ops`."""
-    analysis = kind(network, image)
+    analysis = kind(network, sample)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+    if kind is FlopCountAnalysis:
+        analysis.set_op_handle("aten::scaled_dot_product_attention", _attention, "aten::baddbmm", _added_products)
     with torch.no_grad():
         analysis.total()
     return analysis

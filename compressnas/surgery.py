@@ -20,11 +20,13 @@ from compressnas.coupling import (
     remove_units,
 )
 from compressnas.errors import InputError, RunFailed
+from compressnas.folding import Folded, fold_constants
 from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
 from compressnas.inputs import Inputs, call, double, drawn, tensors_of
 from compressnas.layers import CroppedConv2d, SelectLinear
 from compressnas.slim import SlimArch
 
+ROUNDING = 1e-5  # relative difference that folding a constant into a float32 bias may make
 TOLERANCE = 1e-9  # relative difference in float64 up to which two networks are the same
 
 # ---------------------------------------------------------------- finding
@@ -36,6 +38,11 @@ class Found:
 
     sets: tuple[GroupSet, ...]
     left_alone: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def group_sets(self) -> tuple[GroupSet, ...]:
+        """`sets`, under their full name."""
+        return self.sets
 
 
 def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coupled",)) -> Found:
@@ -239,8 +246,9 @@ def _sets_named(model: nn.Module, coupled: Coupling, slim: SlimArch) -> list[Gro
     """The group sets that the decision names. Raises InputError where the network has none of that name and size."""
     known = coupled.sets()
     for name, layer in modules_with_weights(model):
-        own = _own_set(f"{name}.in" if isinstance(layer, nn.Linear) else f"{name}.shape", layer)
-        known[own.name] = own
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            own = _own_set(f"{name}.in" if isinstance(layer, nn.Linear) else f"{name}.shape", layer)
+            known[own.name] = own
     for name, size in slim.sizes.items():
         if name not in known:
             raise InputError(f"the decision names group set {name}, which this network does not have: {sorted(known)}")
@@ -396,6 +404,8 @@ class Proof:
         verdict: `equal` (the whole decision), or `partly` (some group sets were left alone).
         max_relative_difference: max |masked - removed| / max |masked| in float64 on `images` real inputs.
         left_alone: (group set, reason).
+        folded: constant channels whose value moved into biases first: the masked network is then the one that has it
+            there, and equals the network before but for the rounding of these biases.
     """
 
     verdict: str
@@ -403,6 +413,7 @@ class Proof:
     images: int
     left_alone: tuple[tuple[str, str], ...]
     tolerance: float = TOLERANCE
+    folded: Folded = field(default_factory=Folded)
 
 
 @torch.no_grad()
@@ -460,7 +471,15 @@ def remove(
         InputError: the decision does not fit the network.
         RunFailed: there is something to remove, and no part of it can be proved.
     """
-    decided = _sets_named(model, coupling(model, example), slim)
+    coupled = coupling(model, example)
+    decided = _sets_named(model, coupled, slim)
+    dense, (model, folded) = model, fold_constants(model, example, decided, slim)
+    changed = relative_difference(dense, model, images) if folded.folded else 0.0
+    if not changed <= ROUNDING:
+        model, folded = (
+            dense,
+            Folded(lost=dict.fromkeys(folded.folded, f"to fold it would change the output by {changed:.1e}")),
+        )
     reasons: dict[str, str] = {}
 
     def failure(names: Sequence[str]) -> str | None:
@@ -492,7 +511,13 @@ def remove(
     if not difference <= TOLERANCE:
         raise RunFailed(f"the network without its removed groups differs from the masked one by {difference:.1e}")
     verdict = "partly" if reasons else "equal"
-    return small, decision, removal, Proof(verdict, difference, len(images), tuple(reasons.items()))
+    proof = Proof(verdict, difference, _count(images), tuple(reasons.items()), folded=folded)
+    return small, decision, removal, proof
+
+
+def _count(images: Inputs) -> int:
+    """How many samples a batch holds."""
+    return next((len(tensor) for tensor in tensors_of(images) if tensor.dim()), 1)
 
 
 def removed_network(

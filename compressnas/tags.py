@@ -22,6 +22,7 @@ from compressnas.inputs import tensors_of
 from compressnas.layers import SelectLinear
 
 PLANS = ("free", "within", "whole")  # how channels that a view, a chunk or a grouped layer splits are tied together
+OUTPUT = "its units reach the output of the network"
 _CONVS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
 _MOVES = {
@@ -149,7 +150,9 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
         handles.append(module.register_forward_pre_hook(lambda m, _: owners.append(m)))
         handles.append(module.register_forward_hook(lambda *_: owners.pop() and None, always_call=True))
     follower.owners = owners
+    fast_path = torch.backends.mha.get_fastpath_enabled()  # hides what attention is made of
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         model.eval()
         with torch.no_grad(), follower, _Layers(follower):
             output = run(model)
@@ -157,6 +160,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
             follower.reaches_output(output)
             follower.finish()
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for handle in handles:
             handle.remove()
         for module, training in modes:
@@ -185,8 +189,9 @@ def _compact(*operands: Tensor) -> list[Tensor]:
 
 def _along(tags: Tensor, dim: int) -> Tensor:
     """(n, m): the tags along `dim` as rows, everything else as columns, repetitions dropped."""
+    count = tags.shape[dim]
     (tags,) = _compact(tags)
-    return tags.movedim(dim, 0).reshape(tags.shape[dim], -1)
+    return tags.movedim(dim, 0).reshape(tags.shape[dim], -1).expand(count, -1)
 
 
 class _Follower(TorchDispatchMode):
@@ -247,7 +252,7 @@ class _Follower(TorchDispatchMode):
 
     def reaches_output(self, output: Any) -> None:
         for tensor in tensors_of(output):
-            self.keep(self.tags.get(tensor), "its units reach the output of the network")
+            self.keep(self.tags.get(tensor), OUTPUT)
 
     def _views(self, args: Any) -> list[tuple[Tensor, Tensor | None]]:
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -415,7 +420,7 @@ class _Follower(TorchDispatchMode):
         result: Tensor | None = None
         sizes: tuple[int, ...] = ()
         for value in values:
-            if value.dim() == 0 or value.numel() == 1:
+            if value.dim() == 0 or value.numel() == 1 < outs[0].numel():
                 self.keep(self.of(value), "scales or moves all channels of another tensor")
                 continue
             own_sizes = (1,) * (len(shape) - value.dim()) + tuple(value.shape)

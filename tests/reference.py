@@ -163,23 +163,41 @@ def smallest(objective: Callable[[float], float], low: float, high: float) -> fl
 # ---------------------------------------------------------------- bayes/curvature.py
 
 
-def dense_ggn(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """diag J' (diag p - pp') J, sample by sample from whole Jacobians, summed over samples; float64, eval mode."""
+def dense_ggn(model: nn.Module, images: Tensor, regression: bool = False) -> dict[str, Tensor]:
+    """diag J' H J, sample by sample from whole Jacobians, summed over samples; float64, eval mode.
+
+    H is diag p - pp', of a regression the identity.
+    """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     total = {name: torch.zeros_like(w) for name, w in weights.items()}
     for image in images:
 
-        def logits(weights: dict[str, Tensor], image: Tensor = image) -> Tensor:
-            result: Tensor = torch.func.functional_call(model, weights, (image[None],))[0]  # (C,)
-            return result
+        def outputs(weights: dict[str, Tensor], image: Tensor = image) -> Tensor:
+            result: Tensor = torch.func.functional_call(model, weights, (image[None],))[0]
+            return result.reshape(-1)  # (C,)
 
-        p = logits(weights).softmax(0)
-        hessian = torch.diag(p) - torch.outer(p, p)  # (C, C)
-        for name, jacobian in torch.func.jacrev(logits)(weights).items():
+        p = outputs(weights).softmax(0)
+        hessian = torch.eye(len(p), dtype=p.dtype) if regression else torch.diag(p) - torch.outer(p, p)  # (C, C)
+        for name, jacobian in torch.func.jacrev(outputs)(weights).items():
             flat = jacobian.reshape(len(p), -1)  # (C, number of weights)
             diagonal = torch.einsum("cw,cd,dw->w", flat, hessian, flat)
             total[name] += diagonal.reshape(weights[name].shape)
     return total
+
+
+def empirical_fisher(
+    model: nn.Module, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Mean of squared gradients, one sample (without its batch axis) at a time."""
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for inputs, target in samples:
+        model.zero_grad()
+        loss(model(inputs[None]), target[None]).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad**2
+    model.zero_grad()
+    return {name: value / len(samples) for name, value in total.items()}
 
 
 def diagonal_recursion(model: nn.Sequential, images: Tensor, labels: Tensor) -> dict[str, Tensor]:

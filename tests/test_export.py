@@ -320,3 +320,99 @@ def test_a_fresh_process_exports_quietly_and_the_same_bytes(tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+# ---------------------------------------------------------------- other networks than classifiers of images
+
+
+class Pair(nn.Module):
+    """Ids, numbers and a table that has no batch dimension; outputs by name, one of them several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor, x: Tensor, table: Tensor, times: float = 1.0) -> dict[str, object]:
+        hidden = torch.tanh(self.mix(self.embed(ids).mean(1) + x + table))
+        return {"x": hidden * 1e3, "more": (self.head(hidden) * times, ids.sum(1))}
+
+
+def session_of(path: Path) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("named", [True, False])
+def test_several_inputs_and_outputs(rows: int, named: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Pair().double()
+    values = {"ids": torch.randint(0, 9, (rows, 5)), "x": torch.randn(rows, 4), "table": torch.randn(4), "times": 2.5}
+    path = tmp_path / "model.onnx"
+    check = export_onnx(net, values if named else tuple(values.values()), str(path))
+    session = session_of(path)
+    assert {node.name: node.shape for node in session.get_inputs()} == {
+        "ids": ["batch", 5], "x": ["batch", 4], "table": [4]
+    }  # fmt: skip
+    assert [node.name for node in session.get_outputs()] == ["x_out", "more_0", "more_1"]
+    assert set(check.by_batch) == {1, 2, 5} and check.max_abs_output > 100 and check.max_abs_diff <= check.tolerance
+    assert {t.name for t in onnx.load(path).graph.initializer} >= {"embed.weight", "head.weight"}
+    feed = {"ids": torch.randint(0, 9, (7, 5)), "x": torch.randn(7, 4), "table": torch.randn(4)}
+    found = session.run(None, {name: tensor.numpy() for name, tensor in feed.items()})
+    with torch.no_grad():
+        expected = net.float()(**feed, times=2.5)
+    for one, other in zip(found, (expected["x"], *expected["more"]), strict=True):
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_each_output_is_held_to_its_own_size(tmp_path: Path) -> None:
+    """A fault in a small output does not hide behind a large one."""
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1e4, x + torch.rand_like(x) / 100
+
+    with pytest.raises(RunFailed, match=r"differ by .* in output_1 at batch size"):
+        export_onnx(Net(), torch.randn(3, 2), tmp_path / "model.onnx")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 2, 12, 12), torch.randn(1, 2, 12, 12), torch.randn(3, 2, 12, 12)])
+def test_few_samples_are_enough_without_metadata(example: Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    check = export_onnx(Slim(), example, path)
+    assert session_of(path).get_inputs()[0].shape == ["batch", 2, 12, 12]
+    assert [node.name for node in (*session_of(path).get_inputs(), *session_of(path).get_outputs())] == ["x", "output"]
+    assert len(set(check.by_batch.values())) > 1  # the batches hold different samples
+
+
+def test_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    path = tmp_path / "model.onnx"
+    export_onnx(net, {"src": torch.randn(1, 5, 8)}, path)
+    assert session_of(path).get_inputs()[0].shape == ["batch", 5, 8]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale  # (B, 3) * (1,), which is no batch
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return "nothing"
+
+
+def test_networks_that_cannot_be_exported_as_they_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    with pytest.raises(RunFailed, match=r"fails at batch size 2: .* an example of several samples shows which inputs"):
+        export_onnx(Scaled(), (torch.ones(1, 3), torch.ones(1)), path)
+    export_onnx(Scaled(), (torch.ones(2, 3), torch.ones(1)), path)
+    with pytest.raises(RunFailed, match="returns str without a tensor in it"):
+        export_onnx(Nothing(), torch.ones(1, 3), path)
+    assert files(tmp_path) == []
+    with pytest.raises(InputError, match="one tensor of images, got tuple"):
+        export_onnx(Scaled(), (torch.ones(5, 3), torch.ones(1)), path, METADATA)
+    with pytest.raises(InputError, match="expected a tensor of at least one sample"):
+        export_onnx(Slim(), torch.zeros(0, 2, 12, 12), path)

@@ -35,7 +35,7 @@ FLOORS = """
     compressnas errors yaml_text augment distill inputs layers progress
     files faults groups tags interface bayes.variance bayes.penalty bayes.curvature
     slim recipe export measure coupling bayes.prior
-    runfolder latency predict budget store
+    runfolder latency predict budget store folding
 
     surgery data plots
     train report baselines api

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compressnas.errors import InputError
+from compressnas.inputs import Inputs
 from compressnas.measure import cost, theoretical_flops
 
 
@@ -219,3 +221,108 @@ def test_the_given_network_is_left_alone(caplog: pytest.LogCaptureFixture, capfd
     assert flags == [m.training for m in net.modules()]
     assert [len(m._forward_hooks) for m in net.modules()] == [0, 1, 0, 0, 0, 0]
     assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+class Attending(nn.Module):
+    """Attention of torch's own layer, as it is called in different ways."""
+
+    def __init__(self, **how: object) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.how = how
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        y: Tensor = self.attend(query, memory, memory, **self.how)[0]
+        return y
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "alone": {"need_weights": False},
+    "with its weights": {},
+    "with a mask": {"attn_mask": torch.zeros(3, 5)},
+    "with a mask, alone": {"attn_mask": torch.zeros(3, 5), "need_weights": False},
+}
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_attention_counts_its_products(how: dict[str, object]) -> None:
+    net, example = Attending(**how), (torch.zeros(2, 3, 8), torch.zeros(2, 5, 8))
+    before = torch.backends.mha.get_fastpath_enabled()
+    found = cost(net, example)
+    heads, width = 2, 4
+    products = heads * 3 * 5 * width + heads * 3 * 5 * width  # q k', attn v
+    projections = 8 * 8 * (3 + 5 + 5 + 3)  # q, k, v, out
+    assert found.flops == products + projections
+    assert found.by_layer == {"attend": projections, "attend.out_proj": 0}
+    assert found.flops_bias_convention == projections + 8 * (3 + 5 + 5 + 3)
+    assert not any("attention" in name or "baddbmm" in name for name in found.uncounted)
+    assert theoretical_flops(net, example) == (found.flops, found.flops_bias_convention)
+    assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+def test_attention_as_a_function() -> None:
+    class Functional(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 6)
+    found = cost(Functional(), (q, k, v))
+    assert (found.flops, found.by_layer, found.uncounted) == (2 * 3 * 3 * 4 + 2 * 3 * 3 * 6, {}, {})
+
+
+def test_a_transformer_layer_is_counted_in_full() -> None:
+    net, tokens = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(4, 5, 8)
+    found = cost(net, tokens)
+    norms = found.flops - (4 * 64 * 5 + 2 * 5 * 5 * 8 + 2 * 8 * 16 * 5)
+    assert 0 < norms <= 2 * 5 * 5 * 8  # fvcore's count of a norm is 5 a value
+    assert found.by_layer == {"self_attn": 4 * 64 * 5, "self_attn.out_proj": 0, "linear1": 640, "linear2": 640}
+    net.linear1.weight.data[0] = 0
+    assert theoretical_flops(net, tokens)[0] == found.flops - 8 * 5
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(9, 4), nn.Sequential(nn.Linear(4, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor, x: Tensor, times: int = 1) -> dict[str, object]:
+        hidden = self.body(self.embed(ids) + x)
+        return {"hidden": (hidden,), "logits": self.head(hidden) * times}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_several_inputs(rows: int) -> None:
+    ids, x = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 4)
+    examples: list[Inputs] = [(ids, x), {"x": x, "ids": ids, "times": 2}, (ids, x, 2), [ids, x.double()]]
+    for example in examples:
+        found = cost(Pair(), example)
+        assert found.by_layer == {"body.0": 12, "head": 6} and found.flops == 18
+        assert found.flops_bias_convention == 15 + 8
+        net = Pair()
+        net.body[0].weight.data[:2] = 0  # type: ignore[index, union-attr]
+        assert theoretical_flops(net, example) == (18 - 8, 23 - 10)
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "each"),
+    [
+        (nn.Conv1d(2, 3, 3), (7,), 2 * 3 * 3 * 5),
+        (nn.Conv3d(2, 3, 2, groups=1), (3, 3, 3), 2 * 3 * 8 * 8),
+        (nn.ConvTranspose1d(2, 3, 3), (4,), 2 * 3 * 3 * 4),
+        (nn.ConvTranspose3d(2, 4, 2, groups=2), (2, 2, 2), 2 * 2 * 8 * 8),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_convolutions_of_one_and_three_dimensions(layer: nn.Module, size: tuple[int, ...], each: int) -> None:
+    example = torch.zeros(2, 2, *size)
+    assert cost(layer, example).flops == each == theoretical_flops(layer, example)[0]
+    weight = layer.get_parameter("weight").data
+    weight[:, :1] = 0
+    share = weight.shape[1] if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose3d) else 2
+    assert theoretical_flops(layer, example)[0] == each - each // share
+
+
+def test_an_example_without_a_sample() -> None:
+    with pytest.raises(InputError, match="expected a tensor of at least one sample"):
+        cost(Pair(), {"ids": torch.zeros(0, dtype=torch.int64), "x": torch.zeros(0, 4)})

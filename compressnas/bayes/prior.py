@@ -1,12 +1,13 @@
 """The prior over the groups of a network: what lives between variance updates, and what it decides."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from compressnas.bayes import penalty, variance
-from compressnas.groups import GroupSet, group_sums, norms, scale_groups, weights_of
+from compressnas.groups import GroupSet, Member, group_sums, norms, scale_groups, weights_of
 
 
 class GroupPrior:
@@ -33,8 +34,9 @@ class GroupPrior:
             scale: a name in `variance.SCALES`, or a number, see `variance.scaled_curvature`.
             samples: number of training samples N.
         """
-        self.model, self.sets, self.lams, self.scale, self.samples = model, tuple(sets), dict(lams), scale, samples
+        self.model, self.lams, self.scale, self.samples = model, dict(lams), scale, samples
         device = next(model.parameters()).device
+        self.sets = tuple(_on(s, device) for s in sets)
         self.gamma = {s.name: torch.ones(s.size, device=device) for s in sets}
         self.omega = {s.name: torch.ones(s.size, device=device) for s in sets}
         self.alive = {s.name: torch.ones(s.size, dtype=torch.bool, device=device) for s in sets}
@@ -47,8 +49,10 @@ class GroupPrior:
         return float(sum(terms, torch.zeros(())))
 
     @torch.no_grad()
-    def shrink(self, step: float, floor: int = 1) -> None:
-        """One proximal step after an optimizer step of size `step`; overlapping sets are taken one after another.
+    def shrink(self, step: float | Mapping[str, float], floor: int = 1) -> None:
+        """One proximal step after an optimizer step of size `step`, one for all or one for each group set.
+
+        Overlapping sets are taken one after another.
 
         The `floor` largest groups of a set are never emptied: a layer without units cuts the network in two.
         A group that reaches zero takes its bias along (the writers), so that its unit does nothing from now on.
@@ -56,7 +60,8 @@ class GroupPrior:
         weights = weights_of(self.model)
         for group_set in self.sets:
             name, sizes = group_set.name, norms(group_set, weights)
-            factors = penalty.proximal_factors(sizes, self.omega[name], self.lams[name], step)
+            own_step = step[name] if isinstance(step, Mapping) else step
+            factors = penalty.proximal_factors(sizes, self.omega[name], self.lams[name], own_step)
             factors = torch.where(self.alive[name], factors, torch.zeros_like(factors))
             if int((factors > 0).sum()) < floor:
                 best = torch.where(self.alive[name], sizes, -torch.ones_like(sizes)).topk(floor).indices
@@ -151,3 +156,17 @@ class GroupPrior:
         for attribute in ("gamma", "omega", "alive"):
             own = getattr(self, attribute)
             own.update({name: value.to(own[name].device) for name, value in state[attribute].items()})
+
+
+def _on(group_set: GroupSet, device: torch.device) -> GroupSet:
+    """The same groups with their numbers on the device of the weights."""
+
+    def moved(members: Sequence[Member]) -> tuple[Member, ...]:
+        return tuple(replace(member, group_of=member.group_of.to(device)) for member in members)
+
+    return replace(
+        group_set,
+        members=moved(group_set.members),
+        readers=moved(group_set.readers),
+        writers=moved(group_set.writers),
+    )

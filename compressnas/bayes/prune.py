@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
-from compressnas.budget import Budget, fewest
+from compressnas.budget import Budget, Meter, fewest
 from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
 from compressnas.errors import InputError
 from compressnas.groups import GroupSet, group_sizes, kept_fractions, norms, weights_of
+from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.progress import Step
 from compressnas.recipe import Bayes, Train
@@ -44,15 +45,15 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Tensor, settings: Bayes) -> dict[str, float]:
+def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Inputs, settings: Bayes) -> dict[str, float]:
     """lam of each group set: settings.lam * (FLOPs per weight of its groups / FLOPs per weight of the network)^power.
 
     With strong curvature the penalty on a group tends to lam |g| log ||w_g||: at power 1 a group is charged for the
     FLOPs that go with it, at power 0 for its weights.
     """
     layer_flops, weights = cost(model, example).by_layer, weights_of(model)
-    total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops)
-    mean = sum(layer_flops.values()) / total_weights
+    total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops if f"{name}.weight" in weights)
+    mean = max(sum(layer_flops.values()), 1) / max(total_weights, 1)
     alive = {s.name: torch.ones(s.size, dtype=torch.bool) for s in sets}
     outputs = output_sets(model, example)
     result = {}
@@ -60,11 +61,65 @@ def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Tenso
         without_first = dict(alive)
         without_first[group_set.name] = torch.arange(group_set.size) > 0
         left = kept_fractions(model, sets, without_first, outputs)
-        saved = sum(flops * (1 - left[name]) for name, flops in layer_flops.items())
+        saved = sum(flops * (1 - left.get(name, 1.0)) for name, flops in layer_flops.items())
         per_weight = saved / float(group_sizes(group_set, weights)[0])
         strength = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
         result[group_set.name] = min(strength, LARGEST_LAM)
     return result
+
+
+def grown(lams: Mapping[str, float], growth: float, times: float) -> dict[str, float]:
+    """lam growth^times of each group set, as far as float32 goes."""
+    try:
+        factor = growth**times
+    except OverflowError:
+        factor = LARGEST_LAM
+    return {name: min(lam * factor, LARGEST_LAM) for name, lam in lams.items()}
+
+
+def settled(prior: GroupPrior, meter: Meter, limit: float, settings: Bayes) -> tuple[dict[str, Tensor], bool]:
+    """What stays: what the rule keeps, and if that costs more than `limit`, only the best of it by gamma per cost.
+
+    Returns:
+        Group set -> (G,) bool on the CPU, and whether the rule alone was enough.
+    """
+    kept = prior.kept(settings.rule, settings.threshold)
+    gamma = {name: value.cpu() for name, value in prior.gamma.items()}
+    alive = {name: _flags(indices, gamma[name]) for name, indices in kept.items()}
+    if meter(alive) <= limit:
+        return alive, True
+    scores = {name: gamma[name] / gamma[name][flags].mean() for name, flags in alive.items()}  # layers differ in scale
+    return fewest(meter, alive, scores, limit), False
+
+
+def expanded(dense: nn.Module, small: nn.Module, example: Inputs, slim: SlimArch) -> nn.Module:
+    """`dense` with the tensors of `small`, what is left of it by `slim`, where they came from.
+
+    Elsewhere weights are zero, and buffers (the statistics of norms) what they were.
+    """
+    full = copy.deepcopy(dense)
+    if not any(slim.removed(name) for name in slim.sizes):
+        full.load_state_dict(small.state_dict())
+        return full
+    places, left = origins(dense, example, slim), dict(small.named_buffers())
+    for name, buffer in full.named_buffers():
+        if name in places:
+            _scatter(buffer, left[name], places[name])
+        elif name in left and left[name].shape == buffer.shape:  # counters and the like
+            buffer.copy_(left[name])
+    weights, own = weights_of(full), weights_of(small)
+    for name, weight in weights.items():
+        weight.zero_()
+        _scatter(weight, own[name], places[name])
+    return full
+
+
+def _scatter(full: Tensor, small: Tensor, places: Tensor) -> None:
+    """Write the elements of `small` to the flat (row-major) places of `full`, in place; -1 is none."""
+    flat = full.reshape(-1).clone()
+    inside = places.reshape(-1) >= 0
+    flat[places.reshape(-1)[inside].to(flat.device)] = small.reshape(-1)[inside.to(small.device)].to(flat)
+    full.copy_(flat.reshape(full.shape))  # row-major, whatever the memory format
 
 
 def bayes_prune(model: nn.Module, data: DataSet, settings: Bayes, work: Work) -> Decision:
@@ -175,12 +230,8 @@ class _Loop:
 
     def _update(self, part: float) -> None:
         """One variance update from fresh training images, after this part of the epoch."""
-        settings, wanted = self.settings, self.settings.curvature
-        try:
-            growth = settings.lam_growth ** (self.epoch + part)
-        except OverflowError:
-            growth = LARGEST_LAM
-        self.prior.lams = {name: min(lam * growth, LARGEST_LAM) for name, lam in self.lams.items()}
+        wanted = self.settings.curvature
+        self.prior.lams = grown(self.lams, self.settings.lam_growth, self.epoch + part)
         seed = stage_seed(self.work.seed, f"curvature {self.epoch + part:.6f}")
         loader = batches(self.data.train, wanted.batch_size, shuffle=True, seed=seed)
         taken = -(-wanted.samples // wanted.batch_size)
@@ -229,13 +280,9 @@ class _Loop:
     def decide(self) -> Decision:
         """What stays, in the numbers of the dense network, and the dense network with the weights it ended on."""
         settings = self.settings
-        kept = self.prior.kept(settings.rule, settings.threshold)
         notes = [f"{name} is left alone: {reason}" for name, reason in self.left_alone]
-        alive = {n: _flags(indices, self.prior.gamma[n]) for n, indices in kept.items()}
-        if self.meter(alive) > self.budget.limit:
-            means = {name: self.prior.gamma[name][flags].mean() for name, flags in alive.items()}
-            scores = {name: self.prior.gamma[name] / means[name] for name in alive}  # layers differ in scale
-            alive = fewest(self.meter, alive, scores, self.budget.limit)
+        alive, reached = settled(self.prior, self.meter, self.budget.limit, settings)
+        if not reached:
             notes.append(
                 "the target was not reached while shrinking: the rest went by gamma (over the mean of its set) per cost"
             )
@@ -246,17 +293,7 @@ class _Loop:
         return Decision(self._expanded(), slim, self._group_facts(), tuple(notes))
 
     def _expanded(self) -> nn.Module:
-        """The dense network with the compact one's weights where they came from, and zeros elsewhere."""
-        full = copy.deepcopy(self.dense)
-        if all(len(self.origin[name]) == size for name, size in self.sizes.items()):
-            full.load_state_dict(self.model.state_dict())
-            return full
-        weights, small = weights_of(full), weights_of(self.model)
-        for name, places in origins(self.dense, self.example, SlimArch(self.origin, self.sizes)).items():
-            flat = torch.zeros(weights[name].numel(), device=self.work.device)
-            flat[places.reshape(-1)] = small[name].reshape(-1)
-            weights[name].copy_(flat.reshape(weights[name].shape))  # row-major, whatever the memory format
-        return full
+        return expanded(self.dense, self.model, self.example, SlimArch(self.origin, self.sizes))
 
     def _group_facts(self) -> dict[str, dict[str, Any]]:
         """gamma, omega and norm of every group of the dense network; gone ones have 0."""

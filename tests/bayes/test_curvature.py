@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from compressnas.bayes import curvature
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.data import load_data
+from compressnas.layers import CroppedConv2d, SelectLinear
 from compressnas.models.lenet import lenet5, lenet300_100
 from compressnas.recipe import Mnist5k
 
 CLASSES = 4
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # an uneven one is just what is to be tried
 
 
 class SharedTwice(nn.Module):
@@ -116,6 +118,54 @@ def padded_in_circles() -> nn.Module:
     )
 
 
+def on_lines() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(2), nn.Conv1d(2, 4, 3, stride=2, padding="valid", groups=2), nn.Tanh(),
+        nn.Conv1d(4, 3, 4, padding="same", dilation=3), nn.Tanh(),
+        nn.Conv1d(3, 6, 3, padding=1, groups=3, bias=False, padding_mode="reflect"), nn.ReLU(),
+        nn.Flatten(), nn.Linear(6 * 14, CLASSES),
+    )  # fmt: skip
+
+
+def in_space() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 4, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 2)), nn.Tanh(),
+        nn.Conv3d(4, 2, (1, 2, 3), dilation=(1, 1, 2), groups=2), nn.Tanh(),
+        nn.Flatten(), nn.Linear(2 * 3 * 1 * 5, CLASSES),
+    )  # fmt: skip
+
+
+def transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2), nn.Tanh(),
+        nn.ConvTranspose2d(4, 2, 2, stride=2, dilation=3, output_padding=2, bias=False), nn.Tanh(),
+        nn.AvgPool2d(3), nn.Flatten(), nn.Linear(2 * 8 * 6, CLASSES),
+    )  # fmt: skip
+
+
+def transposed_lines() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(2), nn.ConvTranspose1d(2, 6, 5, stride=3, padding=2, groups=2), nn.Tanh(), nn.AvgPool1d(4),
+        nn.Unflatten(2, (2, 11, 1)), nn.ConvTranspose3d(6, 4, (1, 2, 3), stride=(2, 1, 1), groups=2), nn.Tanh(),
+        nn.Flatten(), nn.Linear(4 * 3 * 12 * 3, CLASSES),
+    )  # fmt: skip
+
+
+class BareWeights(nn.Module):
+    """Calls that are no modules, and layers that read only a part of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.matrix = nn.Parameter(torch.randn(3, 2, 3, 3)), nn.Parameter(torch.randn(5, 3 * 3 * 6))
+        self.select = SelectLinear(nn.Linear(5, 4), torch.tensor([0, 2, 4]))
+        self.crop = CroppedConv2d(nn.Conv2d(3, 3, 3, padding=1), (0, 2), (1, 3))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.crop(torch.tanh(F.conv2d(x, weight=self.kernel, padding=(0, 1)))))
+        return self.head(torch.tanh(self.select(F.linear(x.flatten(1), self.matrix))))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "strided": strided,
     "pooled": pooled,
@@ -126,6 +176,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied": TiedWeights,
     "3-d linear": OnSequences,
     "unused": Unused,
+    "lines": on_lines,
+    "space": in_space,
+    "transposed": transposed,
+    "transposed lines and space": transposed_lines,
+    "bare weights": BareWeights,
 }
 
 
@@ -162,7 +217,7 @@ def test_ggn_is_that_of_whole_jacobians(name: str) -> None:
     model, images = network(NETWORKS[name]).eval(), some_images(5)
     dense = reference.dense_ggn(model, images)
     found = of(model, images, "ggn")
-    assert set(found) == {n for n in dense if n.endswith("weight") and dense[n].dim() > 1}
+    assert set(found) == {n for n in dense if dense[n].dim() > 1}
     for weight, value in found.items():
         assert relative_error(value * 5, dense[weight]) < 1e-10, weight
 
@@ -185,10 +240,164 @@ def test_small_chunks_and_channels_last_make_no_difference(kind: str, monkeypatc
         assert relative_error(one_by_one[weight], value) < 1e-13
 
 
-@pytest.mark.parametrize("kind", ["mc", "ggn"])
-def test_rows_that_are_no_samples_are_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"mix sees 50 rows for 5 samples.*use mc_batch"):
-        of(network(MergedRows), some_images(5), kind)
+# ---------------------------------------------------------------- weights without per-sample gradients
+
+
+class Attends(nn.Module):
+    """Tokens, positions, attention; the head is the embedding once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(CLASSES, 4), nn.Parameter(torch.randn(1, 3, 4))
+        self.attention, self.mix = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.places
+        x = self.mix(self.attention(x, x, x)[0]).mean(1)
+        return F.linear(x, self.tokens.weight)
+
+
+def test_every_matrix_has_curvature_that_is_right_on_average() -> None:
+    """Exact where per-sample gradients are in reach, within 4 standard errors elsewhere."""
+    for model, inputs, exact in (
+        (network(MergedRows), some_images(4), {"head.weight"}),
+        (network(Attends), torch.randint(CLASSES, (4, 3), generator=generator()), {"mix.weight"}),
+    ):
+        dense = reference.dense_ggn(model.eval(), inputs)
+        source, draws, labels = generator(), 400, some_labels(4)
+        found = [diagonal_curvature(model, [(inputs, labels)], "ggn", source) for _ in range(draws)]
+        fisher = reference.empirical_fisher(model, list(zip(inputs, labels, strict=True)), F.cross_entropy)
+        true = [diagonal_curvature(model, [(inputs, labels)], "mc", source, F.cross_entropy) for _ in range(draws)]
+        batch = [
+            diagonal_curvature(model, [(inputs, labels)], "mc_batch", source, F.cross_entropy) for _ in range(draws)
+        ]
+        assert set(found[0]) == set(true[0]) == {n for n in dense if dense[n].dim() > 1}
+        for name in found[0]:
+            for draw, expected in ((found, dense[name] / 4), (true, fisher[name]), (batch, fisher[name])):
+                values = torch.stack([one[name] for one in draw])
+                error = values.std(0) / draws**0.5
+                assert bool(((values.mean(0) - expected).abs() <= 4.5 * error + 1e-12).all()), name
+            assert (relative_error(found[0][name], dense[name] / 4) < 1e-10) == (name in exact), name
+
+
+# ---------------------------------------------------------------- other losses
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fisher_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images, labels = network(NETWORKS[name]).eval(), some_images(5), some_labels(5)
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(output, labels, label_smoothing=0.1) + output.square().sum(1).mean()
+
+    expected = reference.empirical_fisher(model, list(zip(images, labels, strict=True)), loss)
+    monkeypatch.setattr(curvature, "CHUNK", 500)  # some layers in parts, some whole
+    for kind in ("mc", "ggn"):
+        found = diagonal_curvature(model, [(images, labels)], kind, generator(), loss)
+        for weight, value in found.items():
+            assert relative_error(value, expected[weight]) < 1e-10, weight
+
+
+@pytest.mark.parametrize("name", ["lines", "transposed", "bare weights", "3-d linear"])
+def test_ggn_of_a_regression(name: str) -> None:
+    model, images = network(NETWORKS[name]).eval(), some_images(3)
+    expected = reference.dense_ggn(model, images, regression=True)
+    targets = torch.zeros(3, CLASSES, dtype=torch.float64)
+    for weight, value in diagonal_curvature(model, [(images, targets)], "ggn", generator()).items():
+        assert relative_error(value * 3, expected[weight]) < 1e-10, weight
+
+
+@pytest.mark.parametrize("kind", ["mc", "mc_batch"])
+def test_monte_carlo_of_a_regression_is_unbiased(kind: str) -> None:
+    """Of images, too: outputs of any shape."""
+    model = network(lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.Tanh(), nn.ConvTranspose2d(2, 1, 2))).eval()
+    images, targets, source, draws = some_images(4), torch.zeros(4, 1, 4, 5, dtype=torch.float64), generator(), 600
+    expected = reference.dense_ggn(model, images, regression=True)
+    found = [diagonal_curvature(model, [(images, targets)], kind, source) for _ in range(draws)]
+    for weight in ("0.weight", "2.weight"):
+        values = torch.stack([one[weight] for one in found])
+        error = values.std(0) / draws**0.5
+        assert bool(((values.mean(0) - expected[weight] / 4).abs() <= 4 * error).all())
+
+
+@pytest.mark.parametrize("axis", [1, 3], ids=["classes first", "classes last"])
+def test_a_class_for_each_position(axis: int) -> None:
+    """The loss of a sample is the mean over its positions: their GGNs add up, divided by their number."""
+    conv = network(lambda: nn.Conv2d(2, CLASSES, 2)).eval()
+    model = nn.Sequential(conv, Permuted() if axis == 3 else nn.Identity())
+    images, labels, source, draws = some_images(3), torch.zeros(3, 4, 5, dtype=torch.int64), generator(), 600
+    expected = torch.zeros_like(conv.weight)  # type: ignore[arg-type,type-var]
+    for y in range(4):
+        for x in range(5):
+            head = nn.Sequential(conv, Position(y, x))
+            expected += reference.dense_ggn(head, images)["0.weight"] / 20 / 3
+    values = torch.stack(
+        [diagonal_curvature(model, [(images, labels)], "mc", source)["0.weight"] for _ in range(draws)]
+    )
+    assert bool(((values.mean(0) - expected).abs() <= 4 * values.std(0) / draws**0.5).all())
+    with pytest.raises(ValueError, match="use mc"):
+        diagonal_curvature(model, [(images, labels)], "ggn", source)
+
+
+class Permuted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+class Position(nn.Module):
+    def __init__(self, y: int, x: int) -> None:
+        super().__init__()
+        self.y, self.x = y, x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, self.y, self.x]
+
+
+class Named(nn.Module):
+    """Named arguments in, a mapping out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, *, x: Tensor, scale: float) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.one(x.flatten(1)[:, :6])) * scale
+        return {"hidden": hidden, "logits": self.two(hidden)}
+
+
+def test_named_inputs_and_several_outputs() -> None:
+    model, images, labels = network(Named), some_images(5), some_labels(5)
+
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = model(x=x, scale=2.0)["logits"]
+            return logits
+
+    plain = Plain()
+    plain.inner = model
+    batches = [({"x": images, "scale": 2.0}, labels)]
+    expected = reference.empirical_fisher(plain, list(zip(images, labels, strict=True)), F.cross_entropy)
+    found = diagonal_curvature(
+        model, batches, "mc", generator(), lambda output, targets: F.cross_entropy(output["logits"], targets)
+    )
+    assert set(found) == {"one.weight", "two.weight"}
+    for weight, value in found.items():
+        assert relative_error(value, expected[f"inner.{weight}"]) < 1e-10
+    with pytest.raises(ValueError, match="returns 2 tensors, so that a loss must say"):
+        diagonal_curvature(model, batches, "mc", generator())
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    model, images = network(pooled), some_images(3)
+    for targets, loss, message in (
+        (torch.zeros(3, 2, dtype=torch.int64), None, r"outputs \(3, 4\) are no logits.*give the loss"),
+        (some_labels(3), lambda output, _: output.sum(1), r"differentiable scalar, got shape \(3,\)"),
+        (some_labels(3), lambda output, _: model[0].weight.sum(), "does not depend on what the network returns"),  # type: ignore
+    ):
+        with pytest.raises(ValueError, match=message):
+            diagonal_curvature(model, [(images, targets)], "mc", generator(), loss)
+    with pytest.raises(ValueError, match="recursion is for cross-entropy"):
+        diagonal_curvature(model, [(images, some_labels(3))], "recursion", generator(), F.cross_entropy)
 
 
 def test_mc_batch_serves_rows_that_are_no_samples() -> None:
@@ -400,6 +609,6 @@ def test_the_network_comes_back_as_it_was(kind: str) -> None:
 def test_training_flags_come_back_after_a_failure() -> None:
     model = network(MergedRows).train()
     with pytest.raises(ValueError):
-        of(model, some_images(2), "mc")
+        of(model, some_images(2), "recursion")
     assert model.training
     assert not any(layer._forward_hooks for layer in model.modules())

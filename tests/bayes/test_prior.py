@@ -147,6 +147,17 @@ def test_shrink_takes_step_lam_omega_from_each_norm(kinds: tuple[str, ...]) -> N
             torch.testing.assert_close(weights_of(prior.model)[name], weights[name], rtol=1e-12, atol=1e-15)
 
 
+def test_each_set_may_have_a_step_of_its_own() -> None:
+    prior, twin = prior_of(lam=1.0), prior_of(lam=1.0)
+    steps = {name: 0.01 * (1 + i) for i, name in enumerate(prior.lams)}
+    prior.shrink(steps)
+    for name, step in steps.items():
+        twin.lams[name] *= step / 0.01
+    twin.shrink(0.01)
+    for name, weight in weights_of(prior.model).items():
+        torch.testing.assert_close(weight, weights_of(twin.model)[name], rtol=1e-12, atol=0)
+
+
 # ---------------------------------------------------------------- traps
 
 

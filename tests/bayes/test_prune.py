@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from compressnas.bayes import prune
 from compressnas.data import DataSet, load_data
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
 from compressnas.recipe import Bayes, Curvature, Synthetic
-from compressnas.surgery import remove
+from compressnas.slim import SlimArch
+from compressnas.surgery import find_groups, masked, relative_difference, remove
 from compressnas.train import make_work
 
 
@@ -43,3 +45,57 @@ def test_a_lam_that_outgrows_every_number_empties_all_groups_but_one(data: DataS
     _, decision = shrunk(data, epochs=3, lam=1e300, lam_growth=1e300)
     assert [len(indices) for indices in decision.slim.kept.values()] == [1, 1, 1]
     assert all(bool(p.isfinite().all()) for p in decision.model.parameters())
+
+
+# ---------------------------------------------------------------- back to the shape of the dense network
+
+
+def with_norms(channels: int = 1) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, 7), nn.BatchNorm1d(7, affine=False), nn.ReLU(), nn.Linear(7, 3),
+    )  # fmt: skip
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """Trained on: other weights and other statistics."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer += 5
+            else:
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+    return model
+
+
+@pytest.mark.parametrize("kept", [0.4, 0.8, 1.0])
+def test_expanded_and_masked_is_the_compact_network(kept: float) -> None:
+    dense, example = stirred(with_norms(2)).double().eval(), torch.randn(4, 2, 16, 16, dtype=torch.float64)
+    sets = find_groups(dense, example, ("coupled",)).sets
+    assert [s.name for s in sets] == ["0.out", "4.out", "9.out"]
+    slim = SlimArch(
+        {s.name: tuple(sorted(torch.randperm(s.size)[: round(kept * s.size)].tolist())) for s in sets},
+        {s.name: s.size for s in sets},
+    )
+    small = stirred(remove(dense, example, slim, example)[0])
+    full = prune.expanded(dense, small, example, slim)
+    assert relative_difference(masked(full, example, slim), small, example) < 1e-12
+    assert {n: t.shape for n, t in full.state_dict().items()} == {n: t.shape for n, t in dense.state_dict().items()}
+    assert int(full.get_buffer("1.num_batches_tracked")) == int(small.get_buffer("1.num_batches_tracked"))
+    gone = list(slim.removed("0.out"))
+    assert torch.equal(full.get_buffer("1.running_mean")[gone], dense.get_buffer("1.running_mean")[gone])
+
+
+def test_what_the_loop_decides_on_is_what_it_trained(data: DataSet) -> None:
+    curvature = Curvature(samples=16, batch_size=16)
+    settings = Bayes(kind="bayes", groups=("coupled",), batch_size=16, epochs=3, lam=0.2, curvature=curvature)
+    loop = prune._Loop(with_norms(), data, settings, make_work("cpu", 0, None, Progress(quiet=True)))
+    loop.run()
+    whole = SlimArch(loop.origin, loop.sizes)
+    assert any(whole.removed(name) for name in whole.sizes)
+    images = data.validation.__getitems__(range(8))[0]
+    assert relative_difference(masked(loop.decide().model, images[:1], whole), loop.model, images) < 1e-12
