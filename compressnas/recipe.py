@@ -193,6 +193,9 @@ class Bayes(Section):
     lam_cost_power: float = Field(
         default=0.5, ge=0, description="lam of a set grows with the FLOPs of one of its groups"
     )
+    lam_factors: Mapping[Text, Annotated[float, Field(gt=0, le=LARGEST)]] = Field(
+        default={}, description="factors on lam by pattern of the group set's name, such as {fc1.*: 2}"
+    )
     lam_growth: float = Field(default=1.0, ge=1, description="factor on lam in each epoch, until the target is met")
     epochs: int = Field(default=12, ge=1)
     lr: float = Field(default=0.02, gt=0, le=LARGEST)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compressnas import __version__
 from compressnas.baselines import magnitude
-from compressnas.bayes.prune import Decision, bayes_prune
+from compressnas.bayes.prune import Decision, bayes_prune, penalty_strengths
 from compressnas.data import DataSet, load_data
 from compressnas.distill import distillation
 from compressnas.errors import InputError
@@ -147,7 +147,7 @@ def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
 
 def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
     assert recipe.method.kind == "bayes"
-    find_groups(dense, example, recipe.method.groups)
+    penalty_strengths(dense, find_groups(dense, example, recipe.method.groups).sets, example, recipe.method)
 
 
 def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:

@@ -7,10 +7,11 @@ import torch
 
 from compressnas.bayes import prune
 from compressnas.data import DataSet, load_data
+from compressnas.errors import InputError
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
 from compressnas.recipe import Bayes, Curvature, Synthetic
-from compressnas.surgery import remove
+from compressnas.surgery import find_groups, remove
 from compressnas.train import make_work
 
 
@@ -43,3 +44,17 @@ def test_a_lam_that_outgrows_every_number_empties_all_groups_but_one(data: DataS
     _, decision = shrunk(data, epochs=3, lam=1e300, lam_growth=1e300)
     assert [len(indices) for indices in decision.slim.kept.values()] == [1, 1, 1]
     assert all(bool(p.isfinite().all()) for p in decision.model.parameters())
+
+
+def test_factors_on_lam_by_pattern() -> None:
+    model, example = BUILDERS["lenet5"]((1, 16, 16), 3), torch.zeros(1, 1, 16, 16)
+    sets = find_groups(model, example, ("coupled",)).sets
+    plain, factored = (
+        prune.penalty_strengths(model, sets, example, Bayes(kind="bayes", groups=("coupled",), lam_factors=factors))
+        for factors in ({}, {"conv*": 2.0, "conv2.out": 3.0})
+    )
+    assert factored == pytest.approx(
+        {"conv1.out": 2 * plain["conv1.out"], "conv2.out": 6 * plain["conv2.out"], "fc1.out": plain["fc1.out"]}
+    )
+    with pytest.raises(InputError, match=r"'fc9.\*' matches no group set; there are conv1.out, conv2.out, fc1.out"):
+        prune.penalty_strengths(model, sets, example, Bayes(kind="bayes", lam_factors={"fc9.*": 2.0}))
