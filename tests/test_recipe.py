@@ -237,6 +237,14 @@ def test_switching_the_method_drops_its_settings(write: Write) -> None:
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
 
 
+def test_a_stage_may_name_its_own_augmentation(write: Write) -> None:
+    path = write(GOOD)
+    recipe = load_recipe(path, ["train.augment=[shift, flip]", "finetune.augment=[]"])
+    assert recipe.train is not None and recipe.train.augment == ("shift", "flip") and recipe.finetune.augment == ()
+    assert load_recipe(path, ["finetune.augment="]).finetune.augment is None
+    assert told(path, "finetune.augment=shfit").startswith("finetune.augment: expected one of")
+
+
 def test_train_may_be_left_out_only_where_weights_come_from_elsewhere(write: Write) -> None:
     path = write(GOOD)
     assert load_recipe(path, ["train=", "model.weights=w.safetensors"]).train is None
