@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from compressnas.coupling import output_sets
 from compressnas.groups import GroupSet, kept_fractions, modules_with_weights
+from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.recipe import Target
 
@@ -23,14 +24,14 @@ class Budget:
     limit: float
 
     @staticmethod
-    def of(target: Target | None, dense: nn.Module, example: Tensor) -> "Budget":
+    def of(target: Target | None, dense: nn.Module, example: Inputs) -> "Budget":
         """The limit that a target means for the dense network: a value below 1 is a fraction of its cost."""
         if target is None:
             return Budget("flops", math.inf)
         whole = cost(dense, example)
         return Budget(*target.limit(whole.flops, whole.params))
 
-    def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
+    def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Inputs) -> Meter:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
         if self.kind == "flops":
             return self.flops_meter(model, sets, example)
@@ -38,12 +39,12 @@ class Budget:
         return lambda kept: in_layers(kept) + _others_left(model, sets, kept)
 
     @staticmethod
-    def flops_meter(model: nn.Module, sets: Sequence[GroupSet], example: Tensor) -> Meter:
+    def flops_meter(model: nn.Module, sets: Sequence[GroupSet], example: Inputs) -> Meter:
         """`meter` in FLOPs, whatever the budget is in."""
         return _meter(model, sets, cost(model, example).by_layer, example)
 
 
-def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int], example: Tensor) -> Meter:
+def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int], example: Inputs) -> Meter:
     outputs = output_sets(model, example)
 
     def meter(kept: Mapping[str, Tensor]) -> float:

@@ -143,7 +143,7 @@ def _components(slices: Sequence[Slice], roots: Sequence[Tensor]) -> dict[int, i
     for of_plan in roots:
         first: dict[int, int] = {}
         for number, one in enumerate(slices):
-            for root in of_plan[one.ids].unique().tolist():
+            for root in torch.unique(of_plan[one.ids]).tolist():
                 if root:
                     a, b = find(first.setdefault(root, number)), find(number)
                     parent[max(a, b)] = min(a, b)
@@ -205,7 +205,7 @@ class _View:
             roots = self.roots[one.ids]
             owners, places = owner[roots], place[roots]
             role = {"unit": "made", "through": "made", "input": "read", "rider": "rides"}[one.role]
-            for which in owners[owners >= 0].unique().tolist():
+            for which in torch.unique(owners[owners >= 0]).tolist():
                 group_of = torch.where(owners == which, places, -1)
                 members[which][role].append((number != which, Member(one.name, (one.axis,), group_of)))
         suffix = "" if self.plan == "free" else f":{self.plan}"

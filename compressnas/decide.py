@@ -114,9 +114,9 @@ def _wanted(
         raise InputError(f"method {method!r}: expected one of {', '.join(CRITERIA)}")
     if scope not in SCOPES:
         raise InputError(f"scope {scope!r}: expected one of {', '.join(SCOPES)}")
-    for name, value in (("round_to", round_to), ("min_channels", least)):
-        if value < 1:
-            raise InputError(f"{name} {value}: expected a whole number of at least 1")
+    for name, count in (("round_to", round_to), ("min_channels", least)):
+        if count < 1:
+            raise InputError(f"{name} {count}: expected a whole number of at least 1")
     if target is None:
         return None
     if len(target) != 1 or not set(target) <= {"flops", "params"}:

@@ -42,6 +42,7 @@ def _known_scale(value: object) -> object:
     return value
 
 
+Augments = Annotated[tuple[AugmentName, ...], BeforeValidator(_as_tuple), AfterValidator(_once)]
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 LARGEST = 1e30  # what torch multiplies float32 weights with; more would overflow, and not be told as a loss
@@ -57,7 +58,7 @@ class Section(BaseModel):
 
 
 class DataSection(Section):
-    augment: Annotated[tuple[AugmentName, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = ()
+    augment: Augments = ()
     limit: int | None = Field(default=None, ge=1, description="use only this many training images")
 
 
@@ -208,6 +209,7 @@ class Train(Section):
     weight_decay: float = Field(default=5e-4, ge=0, le=LARGEST)
     warmup: float = Field(default=1.0, ge=0, description="epochs of linear warm-up")
     clip: float | None = Field(default=None, gt=0, description="largest norm of a step's gradient")
+    augment: Augments | None = Field(default=None, description="instead of data.augment, while this stage trains")
 
 
 class Finetune(Train):
@@ -267,6 +269,9 @@ class Bayes(Section):
     lam: float = Field(default=1e-3, ge=0)
     lam_cost_power: float = Field(
         default=0.5, ge=0, description="lam of a set grows with the FLOPs of one of its groups"
+    )
+    lam_factors: Mapping[Text, Annotated[float, Field(gt=0, le=LARGEST)]] = Field(
+        default={}, description="factors on lam by pattern of the group set's name, such as {fc1.*: 2}"
     )
     lam_growth: float = Field(default=1.0, ge=1, description="factor on lam in each epoch, until the target is met")
     epochs: int = Field(default=12, ge=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compressnas import __version__
 from compressnas.baselines import CRITERIA, Evidence
-from compressnas.bayes.prune import Decision, bayes_prune
+from compressnas.bayes.prune import Decision, bayes_prune, penalty_strengths
 from compressnas.data import DataSet, batches, load_data
 from compressnas.decide import choose
 from compressnas.distill import distillation
@@ -28,7 +28,7 @@ from compressnas.latency import interleaved
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import build_network
 from compressnas.progress import Progress
-from compressnas.recipe import Finetune, Recipe, Target, recipe_hash, to_yaml
+from compressnas.recipe import Baseline, Finetune, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
@@ -148,7 +148,7 @@ def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
 
 def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
     assert recipe.method.kind == "bayes"
-    find_groups(dense, example, recipe.method.groups)
+    penalty_strengths(dense, find_groups(dense, example, recipe.method.groups).sets, example, recipe.method)
 
 
 def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
@@ -171,7 +171,7 @@ def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decis
 
 
 def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
-    assert recipe.method.kind not in ("bayes", "given")
+    assert isinstance(recipe.method, Baseline)
     settings, seed = recipe.method, stage_seed(recipe.seed, "criterion")
     some = batches(data.train, settings.batch_size, shuffle=True, seed=seed)
     evidence = Evidence(some, batches=settings.batches, seed=recipe.seed)

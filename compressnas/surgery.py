@@ -109,8 +109,8 @@ def _sets_of_kind(model: nn.Module, outputs: Sequence[GroupSet], kind: str) -> l
     if kind in ("column", "shape"):
         suffix, layer_type = ("in", nn.Linear) if kind == "column" else ("shape", nn.Conv2d)
         return [_own_set(f"{n}.{suffix}", m) for n, m in modules_with_weights(model) if isinstance(m, layer_type)]
-    layer_type = nn.modules.conv._ConvNd if kind == "filter" else nn.Linear
-    chosen = [s for s in outputs if isinstance(model.get_submodule(layer_of(s.name)), layer_type)]
+    made_by = nn.modules.conv._ConvNd if kind == "filter" else nn.Linear
+    chosen = [s for s in outputs if isinstance(model.get_submodule(layer_of(s.name)), made_by)]
     return [GroupSet(s.name, kind, s.size, incoming(s), s.readers, s.writers) for s in chosen]
 
 

@@ -80,9 +80,9 @@ class Classes:
 
     def merge(self, one: Tensor, other: Tensor) -> None:
         """Make one class of each pair of tags, both of one shape. A tag beside a 0 must stay."""
-        a, b = one.reshape(-1), other.reshape(-1)
-        different, base = a != b, len(self.parent)
-        for pair in torch.unique(a[different] * base + b[different]).tolist():
+        first, second, base = one.reshape(-1), other.reshape(-1), len(self.parent)
+        different = first != second
+        for pair in torch.unique(first[different] * base + second[different]).tolist():
             a, b = divmod(pair, base)
             if a == 0 or b == 0:
                 self.keep_all(torch.tensor([a or b]), "is read together with channels that cannot go")
@@ -194,13 +194,13 @@ def _along(tags: Tensor, dim: int) -> Tensor:
     return tags.movedim(dim, 0).reshape(tags.shape[dim], -1).expand(count, -1)
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Carries the tags through everything that torch computes below the layers that carry parameters."""
 
     owners: Sequence[nn.Module]
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.result = Trace()
         self.classes = self.result.classes
         self.names: dict[int, str] = {}  # id of a parameter or buffer -> its name

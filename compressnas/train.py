@@ -6,7 +6,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,8 @@ def fit(
         loss_fn: the mean loss of a batch.
         after_step: called after each optimizer step, to keep zeros zero.
     """
+    if settings.augment is not None:
+        data = replace(data, augment=settings.augment)
     model = channels_last(model.to(work.device))
     per_epoch = math.ceil(len(data.train) / settings.batch_size)
     steps = max(1, settings.epochs * per_epoch)

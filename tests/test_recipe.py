@@ -267,7 +267,14 @@ def test_switching_a_union_drops_only_what_the_former_member_knew(write: Write) 
 
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
-    assert set(recipe.method.model_dump(exclude_none=True)) == {"kind", "target", "scope"}
+    assert set(recipe.method.model_dump(exclude_none=True)) == {
+        "kind",
+        "target",
+        "scope",
+        "round_to",
+        "batches",
+        "batch_size",
+    }
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
 
 
@@ -283,6 +290,14 @@ def test_switching_the_network_drops_the_former_one_and_what_belongs_to_it(write
     assert told(path, "model.timm=x", "model.name=lenet5").endswith("got name and timm")
     assert told(path, "model.name=lenet5", "model.args.width=4").startswith("model: args: expected only with factory")
     assert load_recipe(path, ["model.torchvision="]).model.network == "mine:build"
+
+
+def test_a_stage_may_name_its_own_augmentation(write: Write) -> None:
+    path = write(GOOD)
+    recipe = load_recipe(path, ["train.augment=[shift, flip]", "finetune.augment=[]"])
+    assert recipe.train is not None and recipe.train.augment == ("shift", "flip") and recipe.finetune.augment == ()
+    assert load_recipe(path, ["finetune.augment="]).finetune.augment is None
+    assert told(path, "finetune.augment=shfit").startswith("finetune.augment: expected one of")
 
 
 def test_train_may_be_left_out_only_where_weights_come_from_elsewhere(write: Write) -> None:

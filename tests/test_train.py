@@ -1,9 +1,12 @@
 """Training that goes wrong says so at once, and says where."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from compressnas.augment import Augment
 from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
 from compressnas.models import BUILDERS
@@ -41,3 +44,23 @@ def test_an_error_is_never_read_off_outputs_that_are_not_finite(data: DataSet) -
 
 def test_a_warm_up_longer_than_any_training_is_half_of_it(data: DataSet) -> None:
     trained(data, warmup=1e308)
+
+
+def test_a_stage_may_be_augmented_in_its_own_way(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of what the data section says; an empty list switches it off."""
+    used: list[str] = []
+
+    def note(name: str) -> Augment:
+        def change(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
+            used.append(name)
+            return images
+
+        return change
+
+    monkeypatch.setattr("compressnas.data.AUGMENTS", {name: note(name) for name in ("shift", "nudge")})
+    shifting = replace(data, augment=("shift",))
+    for augment, expected in ((None, ["shift"]), (("nudge",), ["nudge"]), ((), [])):
+        used.clear()
+        model, work = BUILDERS["lenet300_100"](data.shape, 3), make_work("cpu", 0, None, Progress(quiet=True))
+        fit(model, shifting, Train(epochs=1, batch_size=24, augment=augment), work, stage="train")
+        assert used == expected

@@ -1,9 +1,11 @@
 """Bayesian pruning: the loop over a network that turns a penalty and variance updates into a decision."""
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -46,11 +48,19 @@ class Decision:
 
 
 def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Inputs, settings: Bayes) -> dict[str, float]:
-    """lam of each group set: settings.lam * (FLOPs per weight of its groups / FLOPs per weight of the network)^power.
+    """lam of each group set: settings.lam * (FLOPs per weight of its groups / FLOPs per weight of the network)^power
+    * the factors whose pattern its name matches.
 
     With strong curvature the penalty on a group tends to lam |g| log ||w_g||: at power 1 a group is charged for the
     FLOPs that go with it, at power 0 for its weights.
+
+    Raises:
+        InputError: a pattern matches no group set.
     """
+    for pattern in settings.lam_factors:
+        if not any(fnmatchcase(s.name, pattern) for s in sets):
+            names = ", ".join(s.name for s in sets)
+            raise InputError(f"method.lam_factors: {pattern!r} matches no group set; there are {names}")
     layer_flops, weights = cost(model, example).by_layer, weights_of(model)
     total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops if f"{name}.weight" in weights)
     mean = max(sum(layer_flops.values()), 1) / max(total_weights, 1)
@@ -64,6 +74,7 @@ def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Input
         saved = sum(flops * (1 - left.get(name, 1.0)) for name, flops in layer_flops.items())
         per_weight = saved / float(group_sizes(group_set, weights)[0])
         strength = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
+        strength *= math.prod(f for pattern, f in settings.lam_factors.items() if fnmatchcase(group_set.name, pattern))
         result[group_set.name] = min(strength, LARGEST_LAM)
     return result
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from compressnas.bayes import prune
 from compressnas.data import DataSet, load_data
+from compressnas.errors import InputError
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
 from compressnas.recipe import Bayes, Curvature, Synthetic
@@ -99,3 +100,17 @@ def test_what_the_loop_decides_on_is_what_it_trained(data: DataSet) -> None:
     assert any(whole.removed(name) for name in whole.sizes)
     images = data.validation.__getitems__(range(8))[0]
     assert relative_difference(masked(loop.decide().model, images[:1], whole), loop.model, images) < 1e-12
+
+
+def test_factors_on_lam_by_pattern() -> None:
+    model, example = BUILDERS["lenet5"]((1, 16, 16), 3), torch.zeros(1, 1, 16, 16)
+    sets = find_groups(model, example, ("coupled",)).sets
+    plain, factored = (
+        prune.penalty_strengths(model, sets, example, Bayes(kind="bayes", groups=("coupled",), lam_factors=factors))
+        for factors in ({}, {"conv*": 2.0, "conv2.out": 3.0})
+    )
+    assert factored == pytest.approx(
+        {"conv1.out": 2 * plain["conv1.out"], "conv2.out": 6 * plain["conv2.out"], "fc1.out": plain["fc1.out"]}
+    )
+    with pytest.raises(InputError, match=r"'fc9.\*' matches no group set; there are conv1.out, conv2.out, fc1.out"):
+        prune.penalty_strengths(model, sets, example, Bayes(kind="bayes", lam_factors={"fc9.*": 2.0}))
