@@ -31,7 +31,7 @@ from compressnas.progress import Progress
 from compressnas.recipe import Baseline, Finetune, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
-from compressnas.surgery import Proof, Removal, find_groups, masked, remove, without_selection
+from compressnas.surgery import Found, Proof, Removal, find_groups, masked, remove, without_selection
 from compressnas.train import Loss, Work, channels_last, cross_entropy, evaluate, fit, make_work, stage_seed
 from compressnas.weights import load_weights, save_weights
 
@@ -59,7 +59,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
         raise InputError(f"data: {held}; expected at least {max(BATCH_SIZES)}, to check the ONNX file with")
     example = data.train[0][0][None].to(work.device)
     dense = _untrained(recipe, data).to(work.device)
-    CHECKS[recipe.method.kind](dense, example, recipe)  # nothing is written before all input is known to be good
+    found = CHECKS[recipe.method.kind](dense, example, recipe)  # nothing is written before all is known to be good
     _make_folder(recipe, out, overwrite)
     progress.log_to(out / "log.txt")
     _write_facts(recipe, out, command, work)
@@ -67,7 +67,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     if recipe.train is not None:
         dense = fit(dense, data, recipe.train, work, stage="train")
     save_weights(dense, out / "dense.safetensors")
-    decision = METHODS[recipe.method.kind](dense, data, recipe, work)
+    decision = METHODS[recipe.method.kind](dense, data, recipe, work, found)
     images = _images(data).to(work.device)
     small, slim, removal, proof = remove(
         decision.model, example, decision.slim, images, recipe.export.select_inputs != "never"
@@ -146,31 +146,34 @@ def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
     return model
 
 
-def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
+def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> Found:
     assert recipe.method.kind == "bayes"
-    penalty_strengths(dense, find_groups(dense, example, recipe.method.groups).sets, example, recipe.method)
+    found = find_groups(dense, example, recipe.method.groups)
+    penalty_strengths(dense, found.sets, example, recipe.method)
+    return found
 
 
-def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> None:
+def _check_given(dense: nn.Module, example: Tensor, recipe: Recipe) -> Found | None:
     assert recipe.method.kind == "given"
     masked(dense, example, SlimArch.load(recipe.method.path))
+    return None
 
 
-CHECKS: dict[str, Callable[[nn.Module, Tensor, Recipe], None]] = {
+CHECKS: dict[str, Callable[[nn.Module, Tensor, Recipe], Found | None]] = {
     "bayes": _check_bayes,
     **dict.fromkeys(CRITERIA, lambda dense, example, recipe: None),
     "given": _check_given,
 }
 
-Method = Callable[[nn.Module, DataSet, Recipe, Work], Decision]
+Method = Callable[[nn.Module, DataSet, Recipe, Work, Found | None], Decision]
 
 
-def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, found: Found | None) -> Decision:
     assert recipe.method.kind == "bayes"
-    return bayes_prune(dense, data, recipe.method, work)
+    return bayes_prune(dense, data, recipe.method, work, found)
 
 
-def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, _: Found | None) -> Decision:
     assert isinstance(recipe.method, Baseline)
     settings, seed = recipe.method, stage_seed(recipe.seed, "criterion")
     some = batches(data.train, settings.batch_size, shuffle=True, seed=seed)
@@ -182,7 +185,7 @@ def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> De
     return Decision(dense, slim, facts)
 
 
-def _given(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work) -> Decision:
+def _given(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, _: Found | None) -> Decision:
     assert recipe.method.kind == "given"
     return Decision(dense, SlimArch.load(recipe.method.path), {})
 

@@ -276,8 +276,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if name in _MOVES:
             self._move(func, name, args, kwargs, out)
-        elif name in _SAME:
-            self.set(out, self.of(values[0]))
+        elif name in _SAME or (name in ("as_strided", "as_strided_") and out.shape == values[0].shape):
+            self.set(out, self.of(values[0]))  # strided anew: another memory format
         elif name in ("copy_", "copy"):
             source = self.of(values[1])
             self.set(out, None if source is None else source.expand(values[0].shape))
@@ -378,10 +378,10 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tags is None:
             return
         spatial = next((n for n in (1, 2, 3) if f"{n}d" in name), 2)
+        if any(_varies(tags, dim) for dim in range(tags.dim() - spatial, tags.dim())):  # behind a pixel shuffle
+            rows = _compact(tags)[0].flatten(-spatial)
+            self.classes.merge(rows[..., :1].expand_as(rows), rows)
         for dim in range(tags.dim() - spatial, tags.dim()):
-            if _varies(tags, dim):
-                self.keep(tags, f"is mixed with other channels by {name}")
-                return self.set(out, None)
             tags = tags.narrow(dim, 0, 1)
         for tensor in tensors_of(out):
             self.set(tensor, tags.expand(tensor.shape))

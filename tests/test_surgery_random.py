@@ -305,3 +305,17 @@ def test_a_network_of_which_nothing_can_be_proved_fails_the_run() -> None:
     slim = SlimArch({"blocks.0.first.out": (0, 1, 2)}, {"blocks.0.first.out": 6})
     with pytest.raises(RunFailed, match=r"nothing could be proved: blocks.0.first.out: "):
         remove(model, images, slim, images)
+
+
+@pytest.mark.parametrize("name", sorted(PRUNED))
+def test_the_memory_format_makes_no_difference(name: str) -> None:
+    """Pooling to one pixel is computed in another way where channels come last."""
+    model = nn.Sequential(
+        conv(2, WIDTH), BLOCKS[name](), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, 3)
+    )  # fmt: skip
+    example = torch.randn(2, 2, 8, 8)
+    sets = find_groups(model, example).sets
+    last = find_groups(
+        model.to(memory_format=torch.channels_last), example.contiguous(memory_format=torch.channels_last)
+    ).sets
+    assert [(s.name, s.size) for s in last] == [(s.name, s.size) for s in sets]

@@ -23,7 +23,7 @@ from compressnas.measure import cost
 from compressnas.progress import Step
 from compressnas.recipe import Bayes, Train
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, origins, remove, same_groups
+from compressnas.surgery import Found, find_groups, origins, remove, same_groups
 from compressnas.train import Work, channels_last, evaluate, sgd, stage_seed, train_epoch, training_batches
 
 STAGE = "shrink"
@@ -133,17 +133,18 @@ def _scatter(full: Tensor, small: Tensor, places: Tensor) -> None:
     full.copy_(flat.reshape(full.shape))  # row-major, whatever the memory format
 
 
-def bayes_prune(model: nn.Module, data: DataSet, settings: Bayes, work: Work) -> Decision:
+def bayes_prune(model: nn.Module, data: DataSet, settings: Bayes, work: Work, found: Found | None = None) -> Decision:
     """Train with the re-weighted group Lasso, update the variances, and decide by what has collapsed.
 
     Args:
         model: the trained dense network; not changed.
+        found: what find_groups says of it, where that is known already.
 
     Raises:
         InputError: the groups do not fit the network, or the loss is not finite.
         RunFailed: no removal could be proved.
     """
-    loop = _Loop(model, data, settings, work)
+    loop = _Loop(model, data, settings, work, found)
     loop.run()
     return loop.decide()
 
@@ -151,12 +152,14 @@ def bayes_prune(model: nn.Module, data: DataSet, settings: Bayes, work: Work) ->
 class _Loop:
     """The network while it shrinks: it is made physically smaller as groups die, when only whole units can."""
 
-    def __init__(self, dense: nn.Module, data: DataSet, settings: Bayes, work: Work) -> None:
+    def __init__(
+        self, dense: nn.Module, data: DataSet, settings: Bayes, work: Work, found: Found | None = None
+    ) -> None:
         self.data, self.settings, self.work = data, settings, work
         self.dense = copy.deepcopy(dense).to(work.device)
         self.example = data.train[0][0][None].to(work.device)
         self.proof_images = data.validation.__getitems__(range(min(16, len(data.validation))))[0].to(work.device)
-        found = find_groups(self.dense, self.example, settings.groups)
+        found = found or find_groups(self.dense, self.example, settings.groups)
         if not found.sets:
             raise InputError(f"nothing can be pruned: {'; '.join(f'{n}: {r}' for n, r in found.left_alone)}")
         self.left_alone = found.left_alone
