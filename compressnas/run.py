@@ -76,9 +76,11 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     progress.say(
         f"removed: {structure(dense)} -> {structure(small)}, masked = removed to {proof.max_relative_difference:.0e}"
     )
-    if recipe.method.kind == "given" and recipe.method.fresh:
+    if recipe.finetune.fresh or (recipe.method.kind == "given" and recipe.method.fresh):
         _start_afresh(small, recipe.seed)
     keep, loss_fn = _keeper(small, removal), _loss(recipe.finetune, dense)
+    if keep is not None:
+        keep()  # new weights are zero where the decision says so
     small = fit(small, data, recipe.finetune, work, stage="finetune", loss_fn=loss_fn, after_step=keep)
     save_weights(small, out / "weights.safetensors")
     _write_lines(out / "history.jsonl", [record for stage in work.history.values() for record in stage])
@@ -89,7 +91,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     points = _write_points(out, data, networks, checks)
     doubts = _doubts(recipe, points, len(data.classes))
     latency_note = "latency: ONNX Runtime, batch 1, one thread, the two files in turns"
-    notes = [*doubts, *decision.notes, *selection_notes, latency_note]
+    notes = [*doubts, *decision.notes, *_constants(proof), *selection_notes, latency_note]
     result = _result(recipe, decision, slim, removal, proof, networks, checks["slim"], notes)
     write_whole(out / "result.json", json.dumps(result, indent=1, sort_keys=True))
     write_report(out)
@@ -317,6 +319,12 @@ def _doubts(recipe: Recipe, points: Sequence[Mapping[str, Any]], classes: int) -
     if slim["flops"] >= dense["flops"]:
         notes.append(f"no FLOPs were saved: {dense['flops']:,} before, {slim['flops']:,} after")
     return notes
+
+
+def _constants(proof: Proof) -> list[str]:
+    """What became of channels that were the same for every input."""
+    moved = [f"{name}: {len(gone)} constant channels moved into biases" for name, gone in proof.folded.folded.items()]
+    return moved + [f"{name}: constants of removed channels are lost: {why}" for name, why in proof.folded.lost.items()]
 
 
 def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:

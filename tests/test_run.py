@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from compressnas.errors import InputError
 
@@ -309,6 +310,15 @@ def test_magnitude_and_a_given_decision_use_the_dense_weights_of_another_run(
     assert slim["flops"] <= 0.3 * dense["flops"]
     assert dense["error"] == metrics(out)[0]["error"]
 
+    renewed = tmp_path / "renewed"
+    renewed.mkdir()
+    finetune = {"epochs": 0, "fresh": True, "distill": 0.5}
+    done = compressnas(renewed, changed(model=model, train=None, method=method, finetune=finetune))
+    assert done.returncode == 0, done.stderr
+    left, new = (load_file(folder / "out" / "weights.safetensors") for folder in (magnitude, renewed))
+    assert {n: t.shape for n, t in left.items()} == {n: t.shape for n, t in new.items()}
+    assert not any(bool((new[name] == left[name]).any()) for name in left)
+
     fresh = tmp_path / "fresh"
     fresh.mkdir()
     given = {"kind": "given", "path": str(out / "slim.json"), "fresh": True}
@@ -331,8 +341,6 @@ def test_predict_reads_the_preprocessing_from_the_file(finished: tuple[Path, flo
 
 
 def test_weights_saved_by_the_run_are_those_of_the_onnx_file(finished: tuple[Path, float]) -> None:
-    from safetensors.torch import load_file
-
     from compressnas.export import verify
     from compressnas.models import BUILDERS
     from compressnas.slim import SlimArch

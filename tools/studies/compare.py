@@ -1,11 +1,13 @@
-"""Bayes against magnitude pruning and training from scratch: same FLOPs, same total number of epochs, several seeds.
+"""A Bayes recipe against baselines and training from scratch: same FLOPs, same total number of epochs, several seeds.
 
-    python tools/studies/lenet_mnist.py --root DATA --recipe mnist/lenet5_90k --seeds 5 --workers 2
+    python tools/studies/compare.py --root DATA --recipe mnist/lenet5_90k --seeds 5 --workers 2 --baselines magnitude
+    python tools/studies/compare.py --recipe cifar10/resnet20 --set data.path=c10.npz --set method.target.flops=0.25
+        --baselines magnitude fpgm taylor random --no-scratch
 
-For each seed: (1) the recipe as it is; (2) `magnitude`: L2 magnitude pruning of the same dense network to the FLOPs
-that (1) reached, fine-tuned for the epochs that (1) spent on shrinking and fine-tuning; (3) `scratch`: the structure
-that (1) found, with fresh weights, trained for all epochs of (1). All choices were made on the validation split; each
-run reads the test split once, at its end. Runs that are finished are not repeated; killed ones are resumed.
+For each seed: (1) the recipe as it is; (2) each baseline, from the same dense network to the FLOPs that (1) reached,
+fine-tuned for the epochs that (1) spent on shrinking and fine-tuning; (3) `scratch`: the structure that (1) found, with
+fresh weights, trained for all epochs of (1). All choices were made on the validation split; each run reads the test
+split once, at its end. Runs that are finished are not repeated; killed ones are resumed.
 
 Prints a Markdown table; the paired differences come with their 95 % t-interval.
 """
@@ -51,22 +53,23 @@ def one_seed(arguments: argparse.Namespace, seed: int) -> None:
         common.append(f"data.root={arguments.root}")
     base.parent.mkdir(parents=True, exist_ok=True)
     run(arguments.recipe, base, common)
-    if arguments.only_bayes:
-        return
     epochs = {}
     for line in (base / "history.jsonl").read_text().splitlines():
         record = json.loads(line)
         epochs[record["stage"]] = record["epoch"]
     flops = point(base, "slim")["flops"]
     after = epochs.get("shrink", 0) + epochs["finetune"]
-    weights = [f"model.weights={base / 'dense.safetensors'}", "train=null"]
-    magnitude = f"method={{kind: magnitude, target: {{flops: {float(flops)}}}, scope: {arguments.scope}}}"
-    run(arguments.recipe, Path(f"{base}-magnitude"), [*common, *weights, magnitude, f"finetune.epochs={after}"])
-    given = f"method={{kind: given, path: {base / 'slim.json'}, fresh: true}}"
     resolved = yaml.safe_load((base / "recipe.yaml").read_text())
-    teacher = weights if resolved["finetune"]["distill"] > 0 else ["train=null"]  # the same one for all
-    rate = arguments.scratch_lr or resolved["train"]["lr"]
-    whole = [f"finetune.epochs={after + epochs['train']}", f"finetune.lr={rate}"]
+    weights = [f"model.weights={base / 'dense.safetensors'}", "model.fresh=[]", "train=null"]
+    for name in arguments.baselines:
+        method = f"method={{kind: {name}, target: {{flops: {float(flops)}}}, scope: {arguments.scope}}}"
+        run(arguments.recipe, Path(f"{base}-{name}"), [*common, *weights, method, f"finetune.epochs={after}"])
+    if not arguments.scratch:
+        return
+    given = f"method={{kind: given, path: {base / 'slim.json'}, fresh: true}}"
+    teacher = weights if resolved["finetune"]["distill"] > 0 else ["train=null", "model.weights=null"]  # one for all
+    rate = arguments.scratch_lr or (resolved["train"] or resolved["finetune"])["lr"]
+    whole = [f"finetune.epochs={after + epochs.get('train', 0)}", f"finetune.lr={rate}"]
     run(arguments.recipe, Path(f"{base}-scratch"), [*common, *teacher, given, *whole])
 
 
@@ -76,8 +79,8 @@ def table(arguments: argparse.Namespace) -> str:
     rows.append("|---|---|---|---|---|---|---|")
     errors: dict[str, list[float]] = {}
     ends = {"dense": ("", "dense"), "Bayes": ("", "slim")}
-    if not arguments.only_bayes:
-        ends |= {"magnitude": ("-magnitude", "slim"), "from scratch": ("-scratch", "slim")}
+    ends |= {name: (f"-{name}", "slim") for name in arguments.baselines}
+    ends |= {"from scratch": ("-scratch", "slim")} if arguments.scratch else {}
     for name, (suffix, which) in ends.items():
         points = [point(arguments.out / f"{stem}-seed{seed}{suffix}", which) for seed in arguments.seeds]
         errors[name] = [100 * p["error"] for p in points]
@@ -103,9 +106,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: range(int(text)), default=range(5), help="how many, from 0")
     parser.add_argument("--workers", type=int, default=1, help="seeds at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--scope", choices=["uniform", "global"], default="uniform", help="of magnitude pruning")
+    parser.add_argument("--baselines", nargs="*", default=[], help="criteria to compare with, see `compressnas list`")
+    parser.add_argument("--scratch", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--scope", choices=["uniform", "global"], default="uniform", help="of the baselines")
     parser.add_argument("--scratch-lr", type=float, help="learning rate from scratch; default: the dense network's")
-    parser.add_argument("--only-bayes", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.workers) as pool:
