@@ -216,7 +216,6 @@ class Finetune(Train):
     """Training of what is left; with `distill` it learns from the dense network's outputs, too."""
 
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
-    fresh: bool = Field(default=False, description="start from new weights instead of the ones that are left")
     distill: float = Field(default=0.0, ge=0, le=1, description="weight of the dense network's outputs in the loss")
     temperature: float = Field(default=3.0, gt=0, le=LARGEST, description="that softens both outputs for `distill`")
 

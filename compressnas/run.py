@@ -76,7 +76,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     progress.say(
         f"removed: {structure(dense)} -> {structure(small)}, masked = removed to {proof.max_relative_difference:.0e}"
     )
-    if recipe.finetune.fresh or (recipe.method.kind == "given" and recipe.method.fresh):
+    if recipe.method.kind == "given" and recipe.method.fresh:
         _start_afresh(small, recipe.seed)
     keep, loss_fn = _keeper(small, removal), _loss(recipe.finetune, dense)
     if keep is not None:
