@@ -21,6 +21,8 @@ from compressnas.surgery import find_groups, removed_network
 
 SCOPES = ("global", "uniform")
 CLOSE = 0.02  # relative distance to a target that counts as hit
+EXCHANGES = 10  # trades at most, to come nearer to a budget,
+PARTNERS = 8  # of this many sets with this many others
 CORRECTIONS = 4  # times that the budget is solved again, with what the last network really cost
 
 
@@ -261,4 +263,36 @@ def _filled(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int])
             counts = more
         if counts != more or counts[name] == open_sets[name].size:
             del open_sets[name]
+    return _exchanged(choice, meter, limit, counts)
+
+
+def _exchanged(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
+    """Come nearer to the limit by trading: one step more of one set for some steps less of another.
+
+    Where the groups of a small network are large, no single one fits into what is left.
+    """
+
+    def spent(some: Mapping[str, int]) -> float:
+        return meter(choice.best(some))
+
+    reached = spent(counts)
+    for _ in range(EXCHANGES):
+        if reached >= limit * (1 - CLOSE / 4):
+            break
+        offers: list[tuple[float, dict[str, int]]] = []
+        steps = {s.name: choice.step(s) for s in choice.sets}
+        less = {s.name: counts[s.name] - steps[s.name] for s in choice.sets}
+        saved = {s.name: reached - spent({**counts, s.name: less[s.name]}) for s in choice.sets if less[s.name] > 0}
+        payers = sorted((s for s in choice.sets if saved.get(s.name, 0) > 0), key=lambda s: saved[s.name])[:PARTNERS]
+        for taker in [s for s in choice.sets if counts[s.name] + steps[s.name] <= s.size][:PARTNERS]:
+            more = {**counts, taker.name: counts[taker.name] + steps[taker.name]}
+            over = spent(more) - limit
+            for payer in payers:
+                left = counts[payer.name] - math.ceil(over / saved[payer.name]) * steps[payer.name]
+                if payer is not taker and left >= choice.floors[payer.name]:
+                    offers.append((spent({**more, payer.name: left}), {**more, payer.name: left}))
+        fitting = [offer for offer in offers if reached < offer[0] <= limit]
+        if not fitting:
+            break
+        reached, counts = max(fitting, key=lambda offer: offer[0])
     return counts

@@ -252,7 +252,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reaches_output(self, output: Any) -> None:
         for tensor in tensors_of(output):
-            self.keep(self.tags.get(tensor), OUTPUT)
+            if (tags := self.tags.get(tensor)) is not None:
+                self.classes.reasons |= dict.fromkeys(torch.unique(_compact(tags)[0]).tolist(), OUTPUT)
 
     def _views(self, args: Any) -> list[tuple[Tensor, Tensor | None]]:
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -368,8 +369,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim = _dim(func, args, kwargs, -1) % tags.dim()
         if _varies(tags, dim):
             self.keep(tags, f"is compared with other channels by {name.removeprefix('_')}")
-            tags = None
-        elif name == "topk" and tags is not None:
+        if name == "topk" and tags is not None:
             tags = tags.narrow(dim, 0, 1).expand(out[0].shape)
         self.set(out, tags)
 
