@@ -458,9 +458,9 @@ def remove(
 
     Args:
         model: the network; not changed.
-        example: (B, C, H, W) an input for the dependency graph.
+        example: what the network is called with, to follow its channels.
         slim: the decision.
-        images: (B, C, H, W) real inputs for the proof.
+        images: real inputs for the proof, like the example.
         select_inputs: whether unread input features of linear layers are removed by selection.
         remover: what removes; tests put a faulty one here.
 
