@@ -33,12 +33,15 @@ class Coupling:
         components: every layer's units are in one of them, or in `refused`.
         refused: set name -> why (some of) its units must stay.
         inexact: names of sets that can be removed only approximately.
+        trace: what the run on channel numbers found.
+        roots: plan -> (number of tags,) the class of every tag; a plan that says the same as `free` is left out.
     """
 
     components: tuple[Component, ...]
     refused: Mapping[str, str]
     inexact: frozenset[str]
     trace: Trace
+    roots: Mapping[str, Tensor]
 
     def sets(self) -> dict[str, GroupSet]:
         """Every group set under every plan, by name."""
@@ -122,13 +125,8 @@ def coupling(model: nn.Module, example: Inputs) -> Coupling:
     for unit in slices:
         if unit.role == "unit" and (reason := views["free"].why_refused(unit)):
             refused[_set_name(unit)] = reason
-    return Coupling(tuple(components), refused, frozenset(inexact), found)
-
-
-def _roots(found: Trace, plan: str) -> Tensor:
-    """(number of tags,) the class of every tag under a plan."""
-    classes = found.under(plan)
-    return torch.tensor([classes.find(tag) for tag in range(len(classes.parent))])
+    roots = {plan: view.roots for plan, view in views.items()}
+    return Coupling(tuple(components), refused, frozenset(inexact), found, roots)
 
 
 def _components(slices: Sequence[Slice], roots: Sequence[Tensor]) -> dict[int, int]:
@@ -248,10 +246,10 @@ def remove_units(network: nn.Module, known: Coupling, units: Mapping[str, tuple[
     units = {name: indices for name, indices in units.items() if indices}
     found, sets = known.trace, known.sets()
     gone = torch.zeros(len(found.classes.parent), dtype=torch.bool)  # of every tag
-    for plan in PLANS:
+    tags_of = {(s.name, s.axis): s.ids for s in found.slices}
+    for plan, roots in known.roots.items():
         of_plan = {n: i for n, i in units.items() if (n.partition(":")[2] or "free") == plan}
         if of_plan:
-            roots, tags_of = _roots(found, plan), {(s.name, s.axis): s.ids for s in found.slices}
             leaving = torch.zeros_like(gone)
             for name, indices in of_plan.items():
                 first = sets[name].members[0]

@@ -96,7 +96,7 @@ def choose(
     }
     if wanted is None:
         assert ratio is not None
-        alive, origin["ratio"] = choice.uniform(1 - ratio), ratio
+        alive, origin["ratio"] = choice.best(choice.uniform(1 - ratio)), ratio
     else:
         alive, kind, limit, reached = _to_budget(model, example_inputs, choice, wanted, scope)
         origin |= {f"target_{kind}": limit, f"reached_{kind}": reached}
@@ -153,11 +153,10 @@ class _Choice:
     floors: Mapping[str, int]
     round_to: int
 
-    def rounded(self, group_set: GroupSet, count: float, up: bool = False) -> int:
+    def rounded(self, group_set: GroupSet, count: float) -> int:
         """A number of groups that makes a multiple of `round_to` channels; all of them where there are fewer."""
         step = self.step(group_set)
-        multiple = math.ceil(count / step - 1e-9) * step if up else round(count / step) * step
-        return int(min(max(multiple, self.floors[group_set.name]), group_set.size))
+        return int(min(max(round(count / step) * step, self.floors[group_set.name]), group_set.size))
 
     def step(self, group_set: GroupSet) -> int:
         return max(1, self.round_to // math.gcd(self.round_to, _units(group_set)))
@@ -172,8 +171,9 @@ class _Choice:
             _keep_readable(s, alive[s.name], ranked)
         return alive
 
-    def uniform(self, fraction: float) -> dict[str, Tensor]:
-        return self.best({s.name: self.rounded(s, fraction * s.size) for s in self.sets})
+    def uniform(self, fraction: float) -> dict[str, int]:
+        """How many groups of each set are this fraction of it."""
+        return {s.name: self.rounded(s, fraction * s.size) for s in self.sets}
 
 
 def _keep_readable(group_set: GroupSet, alive: Tensor, ranked: Tensor) -> None:
@@ -221,10 +221,7 @@ def _bisected(counts: Callable[[float], dict[str, int]], choice: _Choice, meter:
 
 
 def _uniform(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
-    def counts(fraction: float) -> dict[str, int]:
-        return {s.name: choice.rounded(s, fraction * s.size) for s in choice.sets}
-
-    return choice.best(_filled(choice, meter, limit, _bisected(counts, choice, meter, limit)))
+    return choice.best(_filled(choice, meter, limit, _bisected(choice.uniform, choice, meter, limit)))
 
 
 def _global(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:

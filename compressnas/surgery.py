@@ -13,6 +13,7 @@ from compressnas.coupling import (
     Component,
     Coupling,
     coupling,
+    in_order,
     incoming,
     is_output,
     layer_of,
@@ -92,8 +93,7 @@ def same_groups(
 
 def _ordered(model: nn.Module, sets: Sequence[GroupSet]) -> tuple[GroupSet, ...]:
     """Layer by layer, what reads its inputs first."""
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    return tuple(sorted(sets, key=lambda s: (order[layer_of(s.name)], s.kind not in ("column", "shape"))))
+    return tuple(in_order(model, sorted(sets, key=lambda s: s.kind not in ("column", "shape"))))
 
 
 def _hint(model: nn.Module, kind: str) -> str:

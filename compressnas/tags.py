@@ -469,6 +469,12 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows = _along(tags, dim)  # (n, m)
         self.classes.merge(ids[:, None].expand_as(rows), rows)
 
+    def channels(self, tags: Tensor, dim: int) -> Tensor:
+        """(n,) one tag for each place of `dim`; what else stands at a place is one class with it."""
+        rows = _along(tags, dim)
+        self.classes.merge(rows[:, :1].expand_as(rows), rows)
+        return rows[:, 0]
+
     def ride(self, tensor: Tensor | None, tags: Tensor | None) -> None:
         """A bias or norm parameter whose elements belong to the channels `tags`, of its shape."""
         if tensor is None or self.names.get(id(tensor)) is None:
@@ -599,9 +605,7 @@ def _convolve(
         if tags is None:
             on.classes.keep_all(inputs, "its inputs are not made by a layer")
         else:
-            rows = _along(tags, dim)
-            on.classes.merge(rows[:, :1].expand_as(rows), rows)
-            grid = rows[:, 0].reshape(groups, -1)  # (groups, C_in / groups)
+            grid = on.channels(tags, dim).reshape(groups, -1)  # (groups, C_in / groups)
         for plan in ("free", "within"):  # the j-th channel of every group
             if tags is not None:
                 on.result.ties[plan].append((inputs.expand_as(grid), grid))
@@ -618,11 +622,7 @@ def _batch_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, running_mean:
                 running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
                 *rest: Any, **more: Any) -> None:  # fmt: skip
     tags = on.of(input)
-    vector = None
-    if tags is not None:
-        rows = _along(tags, 1)
-        on.classes.merge(rows[:, :1].expand_as(rows), rows)
-        vector = rows[:, 0]
+    vector = None if tags is None else on.channels(tags, 1)
     for tensor in (running_mean, running_var, weight, bias):
         on.ride(tensor, vector)
     on.set(out, tags)
@@ -649,11 +649,8 @@ def _layer_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, normalized_sh
 def _group_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, num_groups: int, weight: Tensor | None = None,
                 bias: Tensor | None = None, *rest: Any, **more: Any) -> None:  # fmt: skip
     tags = on.of(input)
-    vector = None
-    if tags is not None:
-        rows = _along(tags, 1)
-        on.classes.merge(rows[:, :1].expand_as(rows), rows)
-        vector = rows[:, 0]
+    vector = None if tags is None else on.channels(tags, 1)
+    if tags is not None and vector is not None:
         groups = vector.reshape(num_groups, -1)
         if not (on.owners and isinstance(on.owners[-1], nn.GroupNorm)):
             on.keep(tags, "is normalised in groups by a call that is no module")
