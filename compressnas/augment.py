@@ -4,9 +4,11 @@ All work on normalised images (B, C, H, W) and return a new batch of the same sh
 pixel is after normalisation; it fills what moves in from outside the image.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Augment = Callable[[Tensor, Tensor, torch.Generator], Tensor]
@@ -14,6 +16,7 @@ Augment = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 SHIFT = 2  # pixels each way
 NUDGE = 1  # pixel each way
 CROP = 4  # pixels each way
+ROTATION, SCALE, SHEAR, OFFSET = math.radians(8), 0.08, 0.08, 0.5  # of `affine`, each way; the offset in pixels
 
 
 def _move(images: Tensor, black: Tensor, reach: int, generator: torch.Generator) -> Tensor:
@@ -64,4 +67,28 @@ def cutout(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
     return images.masked_fill(hole[:, None], 0.0)
 
 
-AUGMENTS: dict[str, Augment] = {"shift": shift, "nudge": nudge, "flip": flip, "crop": crop, "cutout": cutout}
+def affine(images: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
+    """Rotate by up to 8 degrees, stretch each axis by up to 8 %, shear by up to 8 %, move by up to half a pixel.
+
+    As hands differ: digits that were centred stay so. Bilinear interpolation.
+    """
+    count, _, height, width = images.shape
+    angle, shear, wide, high, right, down = (torch.rand(6, count, generator=generator) * 2 - 1).unbind()
+    cosine, sine = (angle * ROTATION).cos(), (angle * ROTATION).sin()
+    wide, high = 1 + wide * SCALE, 1 + high * SCALE
+    rows = (
+        torch.stack([cosine * wide, (shear * SHEAR - sine) * high, right * 2 * OFFSET / width], 1),  # (B, 3)
+        torch.stack([sine * wide, cosine * high, down * 2 * OFFSET / height], 1),
+    )
+    places = F.affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)  # (B, H, W, 2)
+    return F.grid_sample(images - black, places, align_corners=False) + black
+
+
+AUGMENTS: dict[str, Augment] = {
+    "shift": shift,
+    "nudge": nudge,
+    "affine": affine,
+    "flip": flip,
+    "crop": crop,
+    "cutout": cutout,
+}

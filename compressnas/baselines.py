@@ -83,6 +83,8 @@ def _tp_group(modules: Mapping[str, nn.Module], group_set: GroupSet) -> Group:
     for member in (*group_set.members, *group_set.writers):
         path, _, what = member.parameter.rpartition(".")
         module = modules[path]
+        if isinstance(module, nn.MultiheadAttention) and what.endswith("proj_weight"):
+            module, what = _as_linear(getattr(module, what)), "weight"
         cut = _cut(module, member, what)
         if cut is None:
             continue
@@ -91,6 +93,13 @@ def _tp_group(modules: Mapping[str, nn.Module], group_set: GroupSet) -> Group:
         group.add_dep(Dependency(cut, cut, node, node), places)
         group[len(group) - 1].root_idxs = member.group_of[member.group_of >= 0].tolist()
     return group
+
+
+def _as_linear(weight: nn.Parameter) -> nn.Linear:
+    """A linear layer with this weight (N, C)."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    return layer
 
 
 def _cut(module: nn.Module, member: Member, what: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compressnas.coupling import output_sets
-from compressnas.groups import GroupSet, kept_fractions, modules_with_weights
+from compressnas.groups import GroupSet, kept_fractions, layer_weights, weights_of
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.recipe import Target
@@ -35,7 +35,9 @@ class Budget:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
         if self.kind == "flops":
             return self.flops_meter(model, sets, example)
-        in_layers = _meter(model, sets, {n: m.weight.numel() for n, m in modules_with_weights(model)}, example)
+        weights = weights_of(model)
+        layers = {name: sum(weights[n].numel() for n in own) for name, own in layer_weights(model).items()}
+        in_layers = _meter(model, sets, layers, example)
         return lambda kept: in_layers(kept) + _others_left(model, sets, kept)
 
     @staticmethod
@@ -56,7 +58,7 @@ def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int]
 
 def _others_left(model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str, Tensor]) -> int:
     """How many parameters are left besides the layers' weights: biases go with their unit, the rest stays."""
-    weights = {f"{name}.weight" for name, _ in modules_with_weights(model)}
+    weights = {name for own in layer_weights(model).values() for name in own}
     left = {n: torch.ones_like(p, dtype=torch.bool) for n, p in model.named_parameters() if n not in weights}
     for group_set in sets:
         for member in group_set.writers:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compressnas.errors import InputError
 from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs, call, described
+from compressnas.layers import PrunedAttention
 from compressnas.tags import OUTPUT, PLANS, Slice, Trace, trace
 
 INEXACT = "a norm averages over its units: what is left would be scaled differently"
@@ -149,7 +150,8 @@ def _components(slices: Sequence[Slice], roots: Sequence[Tensor]) -> dict[int, i
 
 
 def _set_name(unit: Slice) -> str:
-    return f"{unit.name.removesuffix('.weight')}.out"
+    module, _, what = unit.name.rpartition(".")  # nn.MultiheadAttention calls its weights in_proj_weight and the like
+    return f"{module if what.endswith('weight') else unit.name}.out"
 
 
 def _same(one: Sequence[GroupSet], other: Sequence[GroupSet]) -> bool:
@@ -282,6 +284,28 @@ def _cut(network: nn.Module, found: Trace, gone: Tensor) -> None:
             if id(tensor) in replaced:
                 setattr(module, name, replaced[id(tensor)])
         _told(module, before, groups.get(f"{prefix}.weight" if prefix else "weight"))
+    _attention_told(network)
+
+
+def _attention_told(network: nn.Module) -> None:
+    """Attention layers whose heads no longer fill their width become a kind of their own."""
+    new: dict[int, PrunedAttention] = {}
+    for path, module in list(network.named_modules(remove_duplicate=False)):
+        if isinstance(module, PrunedAttention):
+            module.told()
+        elif isinstance(module, nn.MultiheadAttention) and not _fits_torch(module):
+            network.set_submodule(path, new.setdefault(id(module), PrunedAttention(module)))
+
+
+def _fits_torch(attention: nn.MultiheadAttention) -> bool:
+    """Whether the parameters still have the shapes that torch wants: heads as wide together as the inputs."""
+    width, fused = attention.embed_dim, attention.in_proj_weight
+    reads = [(width, width)] if fused is None else [(3 * width, width)]
+    own = [attention.q_proj_weight] if fused is None else [fused]
+    if fused is None:
+        reads += [(width, attention.kdim), (width, attention.vdim)]
+        own += [attention.k_proj_weight, attention.v_proj_weight]
+    return [tuple(weight.shape) for weight in (*own, attention.out_proj.weight)] == [*reads, (width, width)]
 
 
 def _without(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Layer = nn.modules.conv._ConvNd | nn.Linear
+PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def kept_fractions(
 ) -> dict[str, float]:
     """What part of each layer's weights, and so of its FLOPs, is left when only the kept groups stay.
 
+    Layers are convolutions, linear layers and attention with projections of its own (nn.MultiheadAttention).
+
     Rows, columns and border rows and columns of kernels that are gone count as removed; single kernel positions do not.
 
     Args:
@@ -129,12 +132,12 @@ def kept_fractions(
         outputs: the sets of output units of the network: units that nothing reads any more count as removed, too.
 
     Returns:
-        layer -> fraction in 0..1, of every convolution and linear layer.
+        layer -> fraction in 0..1.
     """
-    weights = weights_of(model)
+    weights, layers = weights_of(model), layer_weights(model)
     axes_left: dict[str, list[Tensor]] = {}  # parameter -> for each axis, (size,) bool: what is not gone
     held = {m.parameter for s in (*sets, *outputs) for m in (*s.members, *s.readers)}
-    for name in held | {f"{name}.weight" for name, _ in modules_with_weights(model)}:
+    for name in held.union(*layers.values()):
         shape, device = weights[name].shape, weights[name].device
         axes_left[name] = [torch.ones(n, dtype=torch.bool, device=device) for n in shape]
     for group_set in sets:
@@ -152,9 +155,17 @@ def kept_fractions(
             if member not in group_set.readers:
                 alive = axes_left[member.parameter][member.axes[0]]
                 alive &= (member.group_of < 0) | read[member.group_of.clamp(min=0)]
-    return {
-        name: _box(weights[f"{name}.weight"], axes_left[f"{name}.weight"]) for name, _ in modules_with_weights(model)
-    }
+    return {name: _box(weights[of_layer[0]], axes_left[of_layer[0]]) for name, of_layer in layers.items()}
+
+
+def layer_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Layer -> the names of its weights: one of a convolution or linear layer, those of the inputs of attention."""
+    found: dict[str, tuple[str, ...]] = {name: (f"{name}.weight",) for name, _ in modules_with_weights(model)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            own = ("in_proj_weight",) if module.in_proj_weight is not None else PROJECTIONS
+            found[name] = tuple(f"{name}.{weight}" if name else weight for weight in own)
+    return found
 
 
 def _box(weight: Tensor, left: Sequence[Tensor]) -> float:

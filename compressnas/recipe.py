@@ -16,7 +16,7 @@ from compressnas.yaml_text import read_yaml, write_yaml
 ModelName = Literal["lenet5", "lenet300_100", "resnet20", "resnet56", "resnet18_cifar", "vgg16_bn_cifar"]
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
 Criterion = Literal["magnitude", "magnitude_l1", "bn_scale", "fpgm", "taylor", "random"]
-AugmentName = Literal["shift", "nudge", "flip", "crop", "cutout"]
+AugmentName = Literal["shift", "nudge", "affine", "flip", "crop", "cutout"]
 
 
 def _as_tuple(value: object) -> object:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressnas.errors import InputError
 from compressnas.files import write_whole
-from compressnas.layers import CroppedConv2d, SelectLinear
+from compressnas.layers import CroppedConv2d, PrunedAttention, SelectLinear
 from compressnas.slim import SlimArch
 
 WEIGHTS, DECISION = "weights.safetensors", "slim.json"
@@ -104,9 +104,16 @@ def _cropped_conv(dense: nn.Module, stored: Mapping[str, Tensor], name: str) -> 
     return CroppedConv2d(dense, (0, height), (0, width))  # how it pads is among its numbers
 
 
+def _pruned_attention(dense: nn.Module, stored: Mapping[str, Tensor], name: str) -> nn.Module:
+    if not isinstance(dense, nn.MultiheadAttention):
+        raise TypeError(f"{name} is a {type(dense).__name__}, expected a MultiheadAttention")
+    return PrunedAttention(dense)
+
+
 REPLACED: dict[type[nn.Module], Callable[[nn.Module, Mapping[str, Tensor], str], nn.Module]] = {
     SelectLinear: _select_linear,
     CroppedConv2d: _cropped_conv,
+    PrunedAttention: _pruned_attention,
 }
 REPLACED_NAMES = {kind.__name__: build for kind, build in REPLACED.items()}
 

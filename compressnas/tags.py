@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressnas.inputs import tensors_of
-from compressnas.layers import SelectLinear
+from compressnas.layers import SelectLinear, pruned_attention
 
 PLANS = ("free", "within", "whole")  # how channels that a view, a chunk or a grouped layer splits are tied together
 OUTPUT = "its units reach the output of the network"
@@ -692,6 +692,51 @@ def _attend(on: _Follower, _: Any, out: Tensor, query: Tensor, key: Tensor, valu
     on.set(out, None if v is None else v.narrow(-2, 0, 1).expand(out.shape) if not _varies(v, v.dim() - 2) else None)
 
 
+def _multi_head(on: _Follower, _: Any, out: tuple[Tensor, Any], query: Tensor, key: Tensor, value: Tensor, width: int,
+                num_heads: int, in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None,
+                bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor,
+                out_proj_bias: Tensor | None, *rest: Any, **more: Any) -> None:  # fmt: skip
+    apart = [more.get(f"{name}_proj_weight") for name in "qkv"]
+    if bias_k is not None or bias_v is not None or add_zero_attn or rest:
+        return _fixed("is read by attention that adds keys of its own")(on, _, out, query, key, value)
+    _heads(on, out, (query, key, value), num_heads, in_proj_weight, apart, in_proj_bias, out_proj_weight, out_proj_bias)
+
+
+def _pruned_attention(on: _Follower, _: Any, out: tuple[Tensor, Any], query: Tensor, key: Tensor, value: Tensor,
+                      num_heads: int, fused: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor | None,
+                      bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None, *rest: Any,
+                      **more: Any) -> None:  # fmt: skip
+    _heads(on, out, (query, key, value), num_heads, fused, [q, k, v], bias, out_weight, out_bias)
+
+
+def _heads(on: _Follower, out: tuple[Tensor, Any], read: Sequence[Tensor], num_heads: int, fused: Tensor | None,
+           apart: Sequence[Tensor | None], bias: Tensor | None, out_weight: Tensor,
+           out_bias: Tensor | None) -> None:  # fmt: skip
+    """The layer torch.nn.MultiheadAttention: whatever makes or reads a head goes with the head."""
+    weights = [fused] if fused is not None else list(apart)
+    if any(w is None or on.names.get(id(w)) is None for w in (*weights, out_weight)):
+        return _computed(on, out[0], *read)
+    owner = on.owners[-1] if on.owners else None
+    if not isinstance(owner, nn.MultiheadAttention) or len(on.owners) == 1:  # another layer cannot be put in its place
+        return _fixed("is read by attention that is no part of another module")(on, None, out, *read)
+    made = [on.axis(w, 0, "unit") for w in weights if w is not None]
+    units = torch.cat([ids for ids in made if ids is not None])  # (3 n D,)
+    heads = units.reshape(3, num_heads, -1).transpose(0, 1).flatten(1)  # (n, 3 D)
+    on.classes.merge(heads[:, :1].expand_as(heads), heads)
+    on.ride(bias, units)
+    for number, tensor in enumerate(read):
+        weight = weights[min(number, len(weights) - 1)]
+        inputs = None if weight is None else on.axis(weight, 1, "input")
+        assert inputs is not None
+        on.read(inputs, on.of(tensor), tensor.dim() - 1)
+    inputs, outputs = on.axis(out_weight, 1, "input"), on.axis(out_weight, 0, "unit")
+    assert inputs is not None and outputs is not None
+    on.classes.merge(inputs, heads[:, :1].expand(num_heads, len(inputs) // num_heads).reshape(-1))
+    on.ride(out_bias, outputs)
+    on.set(out, None)
+    on.set(out[0], outputs.expand(out[0].shape))
+
+
 def _fixed(reason: str) -> Callable[..., None]:
     def rule(on: _Follower, _: Any, out: Any, *args: Any, **kwargs: Any) -> None:
         for value in tree_flatten((args, kwargs))[0]:
@@ -717,7 +762,8 @@ _RULES: dict[Any, Callable[..., None]] = {
     F.group_norm: _group_norm,
     torch.prelu: _prelu,
     F.scaled_dot_product_attention: _attend,
-    F.multi_head_attention_forward: _fixed("is read by nn.MultiheadAttention, which takes its whole width"),
+    F.multi_head_attention_forward: _multi_head,
+    pruned_attention: _pruned_attention,
     F.bilinear: _fixed("is read by a bilinear layer"),
     F.embedding: _embedding,
     torch.lstm: _fixed("is read by an LSTM"),

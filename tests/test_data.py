@@ -163,7 +163,7 @@ def test_seed_and_epoch_alone_decide_order_and_augmentation(digits: DataSet) -> 
     def epoch_images(loader: Any) -> Tensor:
         return torch.cat([images for images, _ in loader])
 
-    options: dict[str, Any] = {"shuffle": True, "augment": ["shift", "nudge", "flip", "crop", "cutout"]}
+    options: dict[str, Any] = {"shuffle": True, "augment": ["shift", "nudge", "affine", "flip", "crop", "cutout"]}
     loader = batches(digits.validation, 128, seed=1, **options)
     next(iter(loader))  # epoch 0 is cut short: epoch 1 must not notice
     torch.manual_seed(5)
@@ -225,6 +225,39 @@ def test_what_moves_in_is_black_and_does_not_wrap() -> None:
     for channel, value in enumerate((-0.5, -2.0)):
         assert set(moved[:, channel].flatten().tolist()) == {1.0, value}
     assert moved[:, :, 2:4, 2:4].eq(1).all()
+
+
+def test_affine_is_a_small_linear_map_of_the_coordinates() -> None:
+    size, count = 28, 300
+    centred = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    places = torch.stack([centred.expand(size, size), centred[:, None].expand(size, size)])  # (2, H, W): x, y
+    images = places.expand(count, 2, size, size)
+    images = images + 100  # so that what came in from outside shows
+    moved = AUGMENTS["affine"](images.float(), torch.zeros(2, 1, 1), torch.Generator().manual_seed(0)).double() - 100
+    inside = slice(6, -6)
+    targets = places[:, inside, inside].flatten(1).T  # (P, 2)
+    design = torch.cat([targets, torch.ones(len(targets), 1, dtype=torch.float64)], 1)
+    maps = []
+    for image in moved:
+        sources = image[:, inside, inside].flatten(1).T
+        solution = torch.linalg.lstsq(design, sources).solution  # (3, 2)
+        torch.testing.assert_close(design @ solution, sources, atol=1e-3, rtol=0)
+        maps.append(solution)
+    linear, offsets = torch.stack(maps)[:, :2], torch.stack(maps)[:, 2]
+    assert 0.45 < float(offsets.abs().max()) <= 0.501
+    lengths = linear.norm(dim=2)  # of the images of the unit vectors
+    assert 0.9 < float(lengths.min()) < 0.94 and 1.06 < float(lengths.max()) < 1.1
+    angles = torch.atan2(linear[:, 0, 1], linear[:, 0, 0]).rad2deg()
+    assert 7 < float(angles.max()) <= 8.01 and -8.01 <= float(angles.min()) < -7
+
+
+def test_affine_keeps_black_black() -> None:
+    black = torch.tensor([-0.5, -2.0]).view(2, 1, 1)
+    images = black.expand(50, 2, 28, 28).clone()
+    assert torch.equal(AUGMENTS["affine"](images, black, torch.Generator().manual_seed(0)), images)
+    images[:, :, 10:18, 10:18] = 1.0
+    moved = AUGMENTS["affine"](images, black, torch.Generator().manual_seed(0))
+    assert torch.equal(moved[:, :, :6], images[:, :, :6]) and not torch.equal(moved, images)
 
 
 def test_flip_mirrors_about_half_of_the_images() -> None:

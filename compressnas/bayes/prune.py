@@ -17,7 +17,7 @@ from compressnas.budget import Budget, Meter, fewest
 from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
 from compressnas.errors import InputError
-from compressnas.groups import GroupSet, group_sizes, kept_fractions, norms, weights_of
+from compressnas.groups import GroupSet, group_sizes, kept_fractions, layer_weights, norms, weights_of
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.progress import Step
@@ -62,7 +62,7 @@ def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Input
             names = ", ".join(s.name for s in sets)
             raise InputError(f"method.lam_factors: {pattern!r} matches no group set; there are {names}")
     layer_flops, weights = cost(model, example).by_layer, weights_of(model)
-    total_weights = sum(weights[f"{name}.weight"].numel() for name in layer_flops if f"{name}.weight" in weights)
+    total_weights = sum(weights[w].numel() for own in layer_weights(model).values() for w in own)
     mean = max(sum(layer_flops.values()), 1) / max(total_weights, 1)
     alive = {s.name: torch.ones(s.size, dtype=torch.bool) for s in sets}
     outputs = output_sets(model, example)

@@ -2,12 +2,13 @@
 
     python tools/studies/compare.py --root DATA --recipe mnist/lenet5_90k --seeds 5 --workers 2 --baselines magnitude
     python tools/studies/compare.py --recipe cifar10/resnet20 --set data.path=c10.npz --set method.target.flops=0.25
-        --baselines magnitude fpgm taylor random --no-scratch
+        --baselines magnitude fpgm taylor random --scratch
 
 For each seed: (1) the recipe as it is; (2) each baseline, from the same dense network to the FLOPs that (1) reached,
-fine-tuned for the epochs that (1) spent on shrinking and fine-tuning; (3) `scratch`: the structure that (1) found, with
-fresh weights, trained for all epochs of (1). All choices were made on the validation split; each run reads the test
-split once, at its end. Runs that are finished are not repeated; killed ones are resumed.
+fine-tuned like (1), for the epochs that (1) spent on shrinking and fine-tuning; (3) the structure that (1) found, with
+fresh weights: `labels` trains it for all epochs of (1), and `teacher` as (2), with the dense network as the teacher
+that (1) has, whose epochs count as spent. All choices were made on the validation split; each run reads the test split
+once, at its end. Runs that are finished are not repeated; killed ones are resumed.
 
 Prints a Markdown table; the paired differences come with their 95 % t-interval.
 """
@@ -64,13 +65,15 @@ def one_seed(arguments: argparse.Namespace, seed: int) -> None:
     for name in arguments.baselines:
         method = f"method={{kind: {name}, target: {{flops: {float(flops)}}}, scope: {arguments.scope}}}"
         run(arguments.recipe, Path(f"{base}-{name}"), [*common, *weights, method, f"finetune.epochs={after}"])
-    if not arguments.scratch:
-        return
     given = f"method={{kind: given, path: {base / 'slim.json'}, fresh: true}}"
-    teacher = weights if resolved["finetune"]["distill"] > 0 else ["train=null", "model.weights=null"]  # one for all
-    rate = arguments.scratch_lr or (resolved["train"] or resolved["finetune"])["lr"]
-    whole = [f"finetune.epochs={after + epochs.get('train', 0)}", f"finetune.lr={rate}"]
-    run(arguments.recipe, Path(f"{base}-scratch"), [*common, *teacher, given, *whole])
+    if "labels" in arguments.scratch:
+        rate = arguments.scratch_lr or (resolved["train"] or resolved["finetune"])["lr"]
+        alone = ["train=null", "model.weights=null", "finetune.distill=0", f"finetune.lr={rate}"]
+        alone.append(f"finetune.epochs={after + epochs.get('train', 0)}")
+        run(arguments.recipe, Path(f"{base}-scratch"), [*common, *alone, given])
+    if "teacher" in arguments.scratch:
+        taught = [*weights, given, f"finetune.epochs={after}"]
+        run(arguments.recipe, Path(f"{base}-scratch-teacher"), [*common, *taught])
 
 
 def table(arguments: argparse.Namespace) -> str:
@@ -80,7 +83,8 @@ def table(arguments: argparse.Namespace) -> str:
     errors: dict[str, list[float]] = {}
     ends = {"dense": ("", "dense"), "Bayes": ("", "slim")}
     ends |= {name: (f"-{name}", "slim") for name in arguments.baselines}
-    ends |= {"from scratch": ("-scratch", "slim")} if arguments.scratch else {}
+    ends |= {"from scratch": ("-scratch", "slim")} if "labels" in arguments.scratch else {}
+    ends |= {"from scratch, teacher": ("-scratch-teacher", "slim")} if "teacher" in arguments.scratch else {}
     for name, (suffix, which) in ends.items():
         points = [point(arguments.out / f"{stem}-seed{seed}{suffix}", which) for seed in arguments.seeds]
         errors[name] = [100 * p["error"] for p in points]
@@ -107,9 +111,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="seeds at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--baselines", nargs="*", default=[], help="criteria to compare with, see `compressnas list`")
-    parser.add_argument("--scratch", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--scratch", nargs="*", choices=["labels", "teacher"], default=["labels"])
     parser.add_argument("--scope", choices=["uniform", "global"], default="uniform", help="of the baselines")
-    parser.add_argument("--scratch-lr", type=float, help="learning rate from scratch; default: the dense network's")
+    parser.add_argument("--scratch-lr", type=float, help="learning rate of `labels`; default: the dense network's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.workers) as pool:
