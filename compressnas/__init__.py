@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "decide", "export_onnx",
-    "find_groups", "load", "measure", "remove", "save",
+    "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "carry_optimizer", "decide",
+    "export_onnx", "find_groups", "load", "measure", "remove", "save",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from compressnas.api import remove
     from compressnas.bayes.pruner import BayesPruner
+    from compressnas.carry import carry_optimizer
     from compressnas.decide import decide
     from compressnas.errors import InputError, RunFailed
     from compressnas.export import Check, export_onnx
@@ -40,6 +41,7 @@ else:
         "Proof": "surgery",
         "RunFailed": "errors",
         "SlimArch": "slim",
+        "carry_optimizer": "carry",
         "decide": "decide",
         "export_onnx": "export",
         "find_groups": "surgery",
