@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "carry_optimizer", "decide",
-    "export_onnx", "find_groups", "load", "measure", "remove", "save",
+    "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "carry_optimizer",
+    "decide", "export_onnx", "find_groups", "load", "measure", "remove", "save",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from compressnas.bayes.curvature import Curvatures, Loss, diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
 from compressnas.bayes.prune import grown, penalty_strengths, settled
 from compressnas.budget import Budget
+from compressnas.coupling import one_line
 from compressnas.errors import InputError
 from compressnas.faults import faults_of
 from compressnas.inputs import Inputs, map_tensors
@@ -136,6 +137,35 @@ class BayesPruner:
     def groups_alive(self) -> dict[str, int]:
         """Group set -> how many of its groups are not zero yet."""
         return {name: int(alive.sum()) for name, alive in self._prior.alive.items()}
+
+    # ------------------------------------------------------------ interrupted and resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of the pruner, besides the model's and the optimizer's: tensors and numbers only."""
+        prior = {key: {n: t.clone() for n, t in values.items()} for key, values in self._prior.state().items()}
+        return {"prior": prior, "updates": self._updates, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. The model has to hold its weights of that time already.
+
+        Raises:
+            InputError: it was taken of other groups.
+        """
+        try:
+            prior, updates, generator = state["prior"], int(state["updates"]), state["generator"]
+            found = {key: {name: len(value) for name, value in prior[key].items()} for key in self._prior.state()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"this is no state of a BayesPruner: {one_line(error)}") from error
+        own = {s.name: s.size for s in self._prior.sets}
+        for sizes in found.values():
+            if sizes != own:
+                other = sorted(set(sizes.items()) ^ set(own.items()))[0][0]
+                raise InputError(f"the state was taken of other groups: {other} differs")
+        self._prior.load_state(prior)
+        self._updates = updates
+        self._generator.set_state(generator.cpu())
+        self._prior.lams = grown(self._lams, self.settings.lam_growth, max(updates - 1, 0))
+        self.reached = self._met()
 
     # ------------------------------------------------------------ the end
 

@@ -195,6 +195,43 @@ def test_each_update_draws_anew_and_a_seed_repeats_them_all() -> None:
     assert omegas(1)[0] != omegas(1)[1]
 
 
+def test_interrupted_and_resumed_it_ends_as_undisturbed(tmp_path: Path) -> None:
+    def begin() -> tuple[nn.Module, BayesPruner, torch.optim.Optimizer]:
+        model = convolutional()
+        pruner = BayesPruner(model, EXAMPLE, lam=1e-2, lam_growth=1.5, target={"flops": 0.4}, curvature=FEW)
+        return model, pruner, sgd(model)
+
+    loader = patches_of_light()
+    whole, pruner, optimizer = begin()
+    trained(whole, pruner, loader, 6, optimizer)
+    first, pruner_of_first, optimizer = begin()
+    trained(first, pruner_of_first, loader, 3, optimizer)
+    state = {"model": first.state_dict(), "optimizer": optimizer.state_dict(), "pruner": pruner_of_first.state_dict()}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    trained(first, pruner_of_first, loader, 1, optimizer)  # what is saved does not move on
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    second, pruner_of_second, optimizer = begin()
+    second.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    pruner_of_second.load_state_dict(state["pruner"])
+    trained(second, pruner_of_second, loader, 3, optimizer)
+    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    assert pruner_of_second.slim().to_json() == pruner.slim().to_json()
+    assert sum(pruner.groups_alive.values()) < 18
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [({}, "no state of a BayesPruner: 'prior'"), (None, "no state of a BayesPruner"), ("other", "0.out differs")],
+)
+def test_a_state_of_other_groups_is_told(state: Any, message: str) -> None:
+    pruner = BayesPruner(convolutional(), EXAMPLE)
+    if state == "other":
+        state = BayesPruner(nn.Sequential(nn.Conv2d(1, 5, 3), nn.Conv2d(5, 2, 3)), EXAMPLE).state_dict()
+    with pytest.raises(InputError, match=message):
+        pruner.load_state_dict(state)
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
