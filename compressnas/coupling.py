@@ -10,7 +10,8 @@ from compressnas.errors import InputError
 from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs, call, described
 from compressnas.layers import PrunedAttention
-from compressnas.tags import OUTPUT, PLANS, Slice, Trace, trace
+from compressnas.tags import OUTPUT, PLANS, Slice, Trace
+from compressnas.tracing import trace
 
 INEXACT = "a norm averages over its units: what is left would be scaled differently"
 

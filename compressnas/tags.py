@@ -6,25 +6,20 @@ run on the tags as it is; arithmetic between two tags makes them one class; what
 channels with the reason why they must stay. So an unknown operation costs compression, never correctness.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressnas.inputs import tensors_of
-from compressnas.layers import SelectLinear, pruned_attention
 
 PLANS = ("free", "within", "whole")  # how channels that a view, a chunk or a grouped layer splits are tied together
 OUTPUT = "its units reach the output of the network"
-_CONVS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-_TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
 _MOVES = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "cat", "stack", "split",
     "split_with_sizes", "slice", "select", "expand", "repeat", "roll", "flip", "constant_pad_nd", "pixel_shuffle",
@@ -137,48 +132,17 @@ class Trace:
         return classes
 
 
-def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
-    """Run the network once, `run(model)`, in eval mode and without gradients, and follow its channels.
-
-    The network comes back as it was. Whatever it raises is passed on.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    follower = _Follower(model)
-    owners: list[nn.Module] = []
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda m, _: owners.append(m)))
-        handles.append(module.register_forward_hook(lambda *_: owners.pop() and None, always_call=True))
-    follower.owners = owners
-    fast_path = torch.backends.mha.get_fastpath_enabled()  # hides what attention is made of
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        model.eval()
-        with torch.no_grad(), follower, _Layers(follower):
-            output = run(model)
-        with torch.no_grad():
-            follower.reaches_output(output)
-            follower.finish()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for handle in handles:
-            handle.remove()
-        for module, training in modes:
-            module.training = training
-    return follower.result
-
-
 # ---------------------------------------------------------------- tensors of tags
 
 
-def _varies(tags: Tensor, dim: int) -> bool:
+def varies(tags: Tensor, dim: int) -> bool:
     """Whether two elements along `dim` have different tags."""
     if tags.shape[dim] <= 1 or tags.stride(dim) == 0:
         return False
     return not torch.equal(tags, tags.narrow(dim, 0, 1).expand_as(tags))
 
 
-def _compact(*operands: Tensor) -> list[Tensor]:
+def compact(*operands: Tensor) -> list[Tensor]:
     """The operands, of one shape, without the dimensions along which each of them merely repeats itself."""
     parts = list(operands)
     for dim in range(parts[0].dim()):
@@ -187,14 +151,14 @@ def _compact(*operands: Tensor) -> list[Tensor]:
     return parts
 
 
-def _along(tags: Tensor, dim: int) -> Tensor:
+def along(tags: Tensor, dim: int) -> Tensor:
     """(n, m): the tags along `dim` as rows, everything else as columns, repetitions dropped."""
     count = tags.shape[dim]
-    (tags,) = _compact(tags)
+    (tags,) = compact(tags)
     return tags.movedim(dim, 0).reshape(tags.shape[dim], -1).expand(count, -1)
 
 
-class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Carries the tags through everything that torch computes below the layers that carry parameters."""
 
     owners: Sequence[nn.Module]
@@ -248,12 +212,12 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tags: Tensor | None, reason: str) -> None:
         if tags is not None:
-            self.classes.keep_all(_compact(tags)[0], reason)
+            self.classes.keep_all(compact(tags)[0], reason)
 
     def reaches_output(self, output: Any) -> None:
         for tensor in tensors_of(output):
             if (tags := self.tags.get(tensor)) is not None:
-                self.classes.reasons |= dict.fromkeys(torch.unique(_compact(tags)[0]).tolist(), OUTPUT)
+                self.classes.reasons |= dict.fromkeys(torch.unique(compact(tags)[0]).tolist(), OUTPUT)
 
     def _views(self, args: Any) -> list[tuple[Tensor, Tensor | None]]:
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -324,22 +288,22 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in ("split", "split_with_sizes"):
             parts = [tags for _, tags in outs]
             if len({part.shape for part in parts}) == 1:
-                self._tie(torch.stack([_compact(part)[0] for part in parts]).flatten(1))
+                self.tie(torch.stack([compact(part)[0] for part in parts]).flatten(1))
 
     def _split(self, before: Tensor, after: Tensor) -> None:
         """A view that spreads channels over several dimensions keeps their grid only if they go by row or column."""
-        (before,), (after,) = _compact(before), _compact(after)
-        if sum(_varies(before, d) for d in range(before.dim())) != 1:
+        (before,), (after,) = compact(before), compact(after)
+        if sum(varies(before, d) for d in range(before.dim())) != 1:
             return
-        spread = [d for d in range(after.dim()) if _varies(after, d)]
+        spread = [d for d in range(after.dim()) if varies(after, d)]
         if len(spread) < 2:
             return
         last = after.movedim(spread[-1], -1).reshape(-1, after.shape[spread[-1]])  # (rest, n): columns go together
-        self._tie(last)
+        self.tie(last)
         middle = after.movedim(spread[-2], -1).reshape(-1, after.shape[spread[-2]])
-        self._tie(middle, "whole")
+        self.tie(middle, "whole")
 
-    def _tie(self, grid: Tensor, plan: str = "within") -> None:
+    def tie(self, grid: Tensor, plan: str = "within") -> None:
         """(m, n): under the plan, each column is one class."""
         self.result.ties[plan].append((grid[:1].expand_as(grid)[1:], grid[1:]))
 
@@ -354,7 +318,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._combine([args[0], args[1]], out)  # max of two tensors
         dims = range(tags.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
         places = sorted({d % tags.dim() for d in dims}, reverse=True)
-        if any(_varies(tags, d) for d in places):
+        if any(varies(tags, d) for d in places):
             self.keep(tags, f"is averaged or compared with other channels by {name}")
             return self.set(out, None)
         for place in places:
@@ -367,7 +331,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tags is None:
             return
         dim = _dim(func, args, kwargs, -1) % tags.dim()
-        if _varies(tags, dim):
+        if varies(tags, dim):
             self.keep(tags, f"is compared with other channels by {name.removeprefix('_')}")
         if name == "topk" and tags is not None:
             tags = tags.narrow(dim, 0, 1).expand(out[0].shape)
@@ -378,8 +342,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tags is None:
             return
         spatial = next((n for n in (1, 2, 3) if f"{n}d" in name), 2)
-        if any(_varies(tags, dim) for dim in range(tags.dim() - spatial, tags.dim())):  # behind a pixel shuffle
-            rows = _compact(tags)[0].flatten(-spatial)
+        if any(varies(tags, dim) for dim in range(tags.dim() - spatial, tags.dim())):  # behind a pixel shuffle
+            rows = compact(tags)[0].flatten(-spatial)
             self.classes.merge(rows[..., :1].expand_as(rows), rows)
         for dim in range(tags.dim() - spatial, tags.dim()):
             tags = tags.narrow(dim, 0, 1)
@@ -394,14 +358,14 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         left = none.expand(a.shape) if left is None else left
         right = none.expand(b.shape) if right is None else right
         result = None
-        if _varies(left, left.dim() - 1) or _varies(right, right.dim() - 2):
+        if varies(left, left.dim() - 1) or varies(right, right.dim() - 2):
             for tags, dim in ((left, left.dim() - 2), (right, right.dim() - 1)):
-                if _varies(tags, dim):
+                if varies(tags, dim):
                     self.keep(tags, "is multiplied with other channels")
             self.classes.merge(left.select(-2, 0), right.select(-1, 0))
         else:
             rows, columns = left.narrow(-1, 0, 1).expand(out.shape), right.narrow(-2, 0, 1).expand(out.shape)
-            (one, other) = _compact(rows, columns)
+            (one, other) = compact(rows, columns)
             if bool(((one != 0) & (other != 0)).any()):
                 self.keep(one, "is multiplied with other channels")
                 self.keep(other, "is multiplied with other channels")
@@ -429,13 +393,13 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = tags if result is None else self._met(result, sizes, tags, own_sizes)
             sizes = tuple(max(a, b) for a, b in zip(sizes, own_sizes, strict=True)) if sizes else own_sizes
         for tensor in outs:
-            self.set(tensor, None if result is None or not bool(_compact(result)[0].any()) else result)
+            self.set(tensor, None if result is None or not bool(compact(result)[0].any()) else result)
 
     def _met(self, one: Tensor, one_sizes: Sequence[int], other: Tensor, other_sizes: Sequence[int]) -> Tensor:
         shape = one.shape
-        one, other = _compact(one, other)
+        one, other = compact(one, other)
         varying = [
-            {d for d in range(len(shape)) if _varies(tags, d)} if bool(tags.any()) else set() for tags in (one, other)
+            {d for d in range(len(shape)) if varies(tags, d)} if bool(tags.any()) else set() for tags in (one, other)
         ]
         for tags, sizes, across in ((one, one_sizes, varying[1]), (other, other_sizes, varying[0])):
             if bool(tags.any()) and any(sizes[d] == 1 and shape[d] > 1 for d in across):
@@ -466,12 +430,12 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Places `ids` (n,) of a weight read the n places of `dim` of an input with these tags."""
         if tags is None:
             return self.classes.keep_all(ids, "its inputs are not made by a layer")
-        rows = _along(tags, dim)  # (n, m)
+        rows = along(tags, dim)  # (n, m)
         self.classes.merge(ids[:, None].expand_as(rows), rows)
 
     def channels(self, tags: Tensor, dim: int) -> Tensor:
         """(n,) one tag for each place of `dim`; what else stands at a place is one class with it."""
-        rows = _along(tags, dim)
+        rows = along(tags, dim)
         self.classes.merge(rows[:, :1].expand_as(rows), rows)
         return rows[:, 0]
 
@@ -490,7 +454,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Turn the tags of single elements of biases, norms and bare parameters into slices along their axes."""
         for name, tags in self.leaves.items():
             roots = self.classes.roots(tags)
-            varying = [d for d in range(roots.dim()) if _varies(roots, d)] or ([0] if roots.numel() == 1 else [])
+            varying = [d for d in range(roots.dim()) if varies(roots, d)] or ([0] if roots.numel() == 1 else [])
             if len(varying) == 1:
                 axis = varying[0]
                 self.result.slices.append(
@@ -516,265 +480,3 @@ def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
         if d != dim and all(part.stride(d) == 0 for part in parts):
             parts = [part.narrow(d, 0, 1) for part in parts]
     return torch.cat(list(parts), dim).expand(shape)
-
-
-class _Layers(TorchFunctionMode):
-    """Hands the calls that carry parameters to the follower as a whole, before torch takes them apart."""
-
-    def __init__(self, follower: _Follower) -> None:
-        super().__init__()
-        self.follower = follower
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, follower = kwargs or {}, self.follower
-        rule = _rule(func)
-        if rule is None or follower.paused:
-            return func(*args, **kwargs)
-        follower.paused = True
-        try:
-            out = func(*args, **kwargs)
-            rule(follower, func, out, *args, **kwargs)
-        finally:
-            follower.paused = False
-        return out
-
-
-def _linear(on: _Follower, _: Any, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    tags, inputs, units = on.of(input), on.axis(weight, 1, "input"), on.axis(weight, 0, "unit")
-    if inputs is None or units is None:
-        return _computed(on, out, input, weight)
-    if on.owners and isinstance(on.owners[-1], SelectLinear):
-        on.keep(tags, "is read by a layer that selects its inputs already")
-    on.read(inputs, tags, input.dim() - 1)
-    on.ride(bias, units)
-    on.set(out, units.expand(out.shape))
-
-
-def _computed(on: _Follower, out: Tensor, *values: Tensor | None) -> None:
-    """A layer whose weight is not a parameter: parametrised, shared by a formula, made by another layer."""
-    for value in values:
-        on.keep(on.of(value) if isinstance(value, Tensor) else None, "meets a weight that is computed")
-    on.set(out, None)
-
-
-def _conv(on: _Follower, func: Any, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-          stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> None:  # fmt: skip
-    _convolve(on, out, input, weight, bias, groups, _CONVS[func], transposed=False)
-
-
-def _conv_transpose(on: _Follower, func: Any, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-                    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1,
-                    dilation: Any = 1) -> None:  # fmt: skip
-    _convolve(on, out, input, weight, bias, groups, _TRANSPOSED[func], transposed=True)
-
-
-def _convolve(
-    on: _Follower, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: int,
-    transposed: bool,
-) -> None:  # fmt: skip
-    name = on.names.get(id(weight))
-    tags, dim, channels = on.of(input), input.dim() - spatial - 1, input.shape[-spatial - 1]
-    if name is None:
-        return _computed(on, out, input, weight, bias)
-    read_axis, unit_axis = (0, 1) if transposed else (1, 0)
-    width = out.shape[dim]
-    if groups == 1:
-        on.result.convs[name] = ("plain", 1)
-        inputs, units = on.axis(weight, read_axis, "input"), on.axis(weight, unit_axis, "unit")
-        assert inputs is not None and units is not None
-        on.read(inputs, tags, dim)
-    elif groups == channels and (not transposed or weight.shape[1] == 1):  # depthwise: channels pass through
-        on.result.convs[name] = ("through", groups)
-        ids = on.axis(weight, 0, "through")
-        assert ids is not None
-        units, times = ids, width // channels
-        if tags is None:
-            on.classes.keep_all(ids, "its inputs are not made by a layer")
-        else:
-            rows = _along(tags, dim).repeat_interleave(times, 0)  # (C_out, m)
-            on.classes.merge(ids[:, None].expand_as(rows), rows)
-    elif transposed:
-        on.keep(tags, "is read by a grouped transposed convolution")
-        return on.set(out, None)
-    else:
-        on.result.convs[name] = ("grouped", groups)
-        inputs, ids = on.axis(weight, 1, "input", ("free", "within")), on.axis(weight, 0, "unit")
-        assert inputs is not None and ids is not None
-        units = ids
-        grid, made = torch.zeros(groups, channels // groups, dtype=torch.int64), ids.reshape(groups, -1)
-        if tags is None:
-            on.classes.keep_all(inputs, "its inputs are not made by a layer")
-        else:
-            grid = on.channels(tags, dim).reshape(groups, -1)  # (groups, C_in / groups)
-        for plan in ("free", "within"):  # the j-th channel of every group
-            if tags is not None:
-                on.result.ties[plan].append((inputs.expand_as(grid), grid))
-            on._tie(made, plan)
-        whole = torch.cat([made, grid], 1)  # all channels of a group, with its units
-        on._tie(whole.T, "whole")
-    on.ride(bias, units)
-    shape = [1] * out.dim()
-    shape[dim] = width
-    on.set(out, units.reshape(shape).expand(out.shape))
-
-
-def _batch_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, running_mean: Tensor | None = None,
-                running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
-                *rest: Any, **more: Any) -> None:  # fmt: skip
-    tags = on.of(input)
-    vector = None if tags is None else on.channels(tags, 1)
-    for tensor in (running_mean, running_var, weight, bias):
-        on.ride(tensor, vector)
-    on.set(out, tags)
-
-
-def _layer_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, normalized_shape: Sequence[int],
-                weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **more: Any) -> None:  # fmt: skip
-    tags = on.of(input)
-    if tags is not None:
-        inside = tuple(range(tags.dim() - len(normalized_shape), tags.dim()))
-        if any(_varies(tags, d) for d in inside):
-            on.classes.inexact |= set(_compact(tags)[0].reshape(-1).tolist())
-        tags_inside = tags
-        for dim in range(inside[0]):
-            if _varies(tags_inside, dim):
-                on.keep(tags, "is normalised together with other channels")
-            tags_inside = tags_inside.narrow(dim, 0, 1)
-        tags_inside = tags_inside.reshape(tags_inside.shape[inside[0] :])
-    for tensor in (weight, bias):
-        on.ride(tensor, None if tags is None else tags_inside)
-    on.set(out, tags)
-
-
-def _group_norm(on: _Follower, _: Any, out: Tensor, input: Tensor, num_groups: int, weight: Tensor | None = None,
-                bias: Tensor | None = None, *rest: Any, **more: Any) -> None:  # fmt: skip
-    tags = on.of(input)
-    vector = None if tags is None else on.channels(tags, 1)
-    if tags is not None and vector is not None:
-        groups = vector.reshape(num_groups, -1)
-        if not (on.owners and isinstance(on.owners[-1], nn.GroupNorm)):
-            on.keep(tags, "is normalised in groups by a call that is no module")
-        elif weight is None:
-            on.keep(tags, "is normalised in groups without parameters")
-        elif num_groups == 1:
-            on.classes.inexact |= set(vector.tolist())
-        else:
-            on.classes.merge(groups[:, :1].expand_as(groups), groups)  # whole norm groups: that is exact
-    for tensor in (weight, bias):
-        on.ride(tensor, vector)
-    on.set(out, tags)
-
-
-def _prelu(on: _Follower, _: Any, out: Tensor, input: Tensor, weight: Tensor) -> None:
-    tags = on.of(input)
-    if weight.numel() > 1:
-        rows = None if tags is None else _along(tags, 1)
-        on.ride(weight, None if rows is None else rows[:, 0])
-    on.set(out, tags)
-
-
-def _attend(on: _Follower, _: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
-            dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, **more: Any) -> None:  # fmt: skip
-    q, k, v = (on.of(tensor) for tensor in (query, key, value))
-    if q is not None or k is not None:
-        zero = torch.zeros((), dtype=torch.int64)
-        q, k = (zero.expand(t.shape) if tags is None else tags for t, tags in ((query, q), (key, k)))
-        on.classes.merge(q.select(-2, 0), k.select(-2, 0))
-        if scale is None:  # 1 / sqrt(width of a head): whole heads only
-            for plan in ("free", "within"):
-                on.result.kept[plan].append((_compact(q)[0], "the width of an attention head sets its scale"))
-        on.result.ties["whole"].append((q[..., :1, :1].expand(q[..., :1, :].shape), q[..., :1, :]))
-        if v is not None and v.shape[:-2] == q.shape[:-2]:
-            first = q[..., :1, :1].expand(v[..., :1, :].shape)
-            on.result.ties["whole"].append((first, v[..., :1, :]))
-    if isinstance(attn_mask, Tensor):
-        on.keep(on.of(attn_mask), "is a mask of attention heads")
-    on.set(out, None if v is None else v.narrow(-2, 0, 1).expand(out.shape) if not _varies(v, v.dim() - 2) else None)
-
-
-def _multi_head(on: _Follower, _: Any, out: tuple[Tensor, Any], query: Tensor, key: Tensor, value: Tensor, width: int,
-                num_heads: int, in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None,
-                bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor,
-                out_proj_bias: Tensor | None, *rest: Any, **more: Any) -> None:  # fmt: skip
-    apart = [more.get(f"{name}_proj_weight") for name in "qkv"]
-    if bias_k is not None or bias_v is not None or add_zero_attn or rest:
-        return _fixed("is read by attention that adds keys of its own")(on, _, out, query, key, value)
-    _heads(on, out, (query, key, value), num_heads, in_proj_weight, apart, in_proj_bias, out_proj_weight, out_proj_bias)
-
-
-def _pruned_attention(on: _Follower, _: Any, out: tuple[Tensor, Any], query: Tensor, key: Tensor, value: Tensor,
-                      num_heads: int, fused: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor | None,
-                      bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None, *rest: Any,
-                      **more: Any) -> None:  # fmt: skip
-    _heads(on, out, (query, key, value), num_heads, fused, [q, k, v], bias, out_weight, out_bias)
-
-
-def _heads(on: _Follower, out: tuple[Tensor, Any], read: Sequence[Tensor], num_heads: int, fused: Tensor | None,
-           apart: Sequence[Tensor | None], bias: Tensor | None, out_weight: Tensor,
-           out_bias: Tensor | None) -> None:  # fmt: skip
-    """The layer torch.nn.MultiheadAttention: whatever makes or reads a head goes with the head."""
-    weights = [fused] if fused is not None else list(apart)
-    if any(w is None or on.names.get(id(w)) is None for w in (*weights, out_weight)):
-        return _computed(on, out[0], *read)
-    owner = on.owners[-1] if on.owners else None
-    if not isinstance(owner, nn.MultiheadAttention) or len(on.owners) == 1:  # another layer cannot be put in its place
-        return _fixed("is read by attention that is no part of another module")(on, None, out, *read)
-    made = [on.axis(w, 0, "unit") for w in weights if w is not None]
-    units = torch.cat([ids for ids in made if ids is not None])  # (3 n D,)
-    heads = units.reshape(3, num_heads, -1).transpose(0, 1).flatten(1)  # (n, 3 D)
-    on.classes.merge(heads[:, :1].expand_as(heads), heads)
-    on.ride(bias, units)
-    for number, tensor in enumerate(read):
-        weight = weights[min(number, len(weights) - 1)]
-        inputs = None if weight is None else on.axis(weight, 1, "input")
-        assert inputs is not None
-        on.read(inputs, on.of(tensor), tensor.dim() - 1)
-    inputs, outputs = on.axis(out_weight, 1, "input"), on.axis(out_weight, 0, "unit")
-    assert inputs is not None and outputs is not None
-    on.classes.merge(inputs, heads[:, :1].expand(num_heads, len(inputs) // num_heads).reshape(-1))
-    on.ride(out_bias, outputs)
-    on.set(out, None)
-    on.set(out[0], outputs.expand(out[0].shape))
-
-
-def _fixed(reason: str) -> Callable[..., None]:
-    def rule(on: _Follower, _: Any, out: Any, *args: Any, **kwargs: Any) -> None:
-        for value in tree_flatten((args, kwargs))[0]:
-            if isinstance(value, Tensor) and on.names.get(id(value)) is None:
-                on.keep(on.of(value), reason)
-        on.set(out, None)
-
-    return rule
-
-
-def _embedding(on: _Follower, _: Any, out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> None:
-    units = on.axis(weight, 1, "unit")
-    on.set(out, None if units is None else units.expand(out.shape))
-
-
-_RULES: dict[Any, Callable[..., None]] = {
-    F.linear: _linear,
-    **dict.fromkeys(_CONVS, _conv),
-    **dict.fromkeys(_TRANSPOSED, _conv_transpose),
-    F.batch_norm: _batch_norm,
-    F.instance_norm: _batch_norm,
-    F.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    torch.prelu: _prelu,
-    F.scaled_dot_product_attention: _attend,
-    F.multi_head_attention_forward: _multi_head,
-    pruned_attention: _pruned_attention,
-    F.bilinear: _fixed("is read by a bilinear layer"),
-    F.embedding: _embedding,
-    torch.lstm: _fixed("is read by an LSTM"),
-    torch.gru: _fixed("is read by a GRU"),
-    torch.rnn_tanh: _fixed("is read by a recurrent layer"),
-    torch.rnn_relu: _fixed("is read by a recurrent layer"),
-}
-
-
-def _rule(func: Any) -> Callable[..., None] | None:
-    try:
-        return _RULES.get(func)
-    except TypeError:  # not hashable
-        return None

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compressnas.tags import OUTPUT, PLANS, Trace, trace
+from compressnas.tags import OUTPUT, PLANS, Trace
+from compressnas.tracing import trace
 
 UNITS = 6
 
