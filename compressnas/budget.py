@@ -29,7 +29,7 @@ class Budget:
         if target is None:
             return Budget("flops", math.inf)
         whole = cost(dense, example)
-        return Budget(*target.limit(whole.flops, whole.params))
+        return Budget(*target.limit({"flops": whole.flops, "params": whole.params}))
 
     def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Inputs) -> Meter:
         """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""

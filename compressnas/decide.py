@@ -14,8 +14,9 @@ from compressnas.budget import Budget, Meter
 from compressnas.errors import InputError
 from compressnas.groups import GroupSet
 from compressnas.inputs import Inputs
+from compressnas.latency import Stopwatch
 from compressnas.measure import cost
-from compressnas.recipe import Target
+from compressnas.recipe import TARGETS, Target
 from compressnas.slim import SlimArch
 from compressnas.surgery import find_groups, removed_network
 
@@ -23,6 +24,8 @@ SCOPES = ("global", "uniform")
 CLOSE = 0.02  # relative distance to a target that counts as hit
 EXCHANGES = 10  # trades at most, to come nearer to a budget,
 PARTNERS = 8  # of this many sets with this many others
+TRIES = 6  # times that a network is exported and timed, to come near to a latency
+LARGEST_FRACTION = 0.999  # of FLOPs: what is 1 or more counts them
 CORRECTIONS = 4  # times that the budget is solved again, with what the last network really cost
 
 
@@ -46,7 +49,9 @@ def decide(
         model: the trained network; not changed.
         example_inputs: a tensor, a tuple of arguments or a mapping of named ones.
         method: magnitude (L2), magnitude_l1, bn_scale, fpgm, taylor or random.
-        target: {"flops": x} or {"params": x}: below 1 the fraction of the cost that may be kept, otherwise the cost.
+        target: {"flops": x}, {"params": x} or {"latency": x}: below 1 the fraction of the cost that may be kept,
+            otherwise the cost; latency is ONNX Runtime's for `example_inputs`, one thread, in microseconds, and takes
+            an export for each of a few tries.
         ratio: instead of a target: the fraction of the channels of each layer that goes.
         round_to: layers keep a multiple of this many channels, where they have that many.
         data: (inputs, targets) batches, for `taylor`.
@@ -98,7 +103,8 @@ def choose(
         assert ratio is not None
         alive, origin["ratio"] = choice.best(choice.uniform(1 - ratio)), ratio
     else:
-        alive, kind, limit, reached = _to_budget(model, example_inputs, choice, wanted, scope)
+        find = _to_latency if wanted.kind == "latency" else _to_budget
+        alive, kind, limit, reached = find(model, example_inputs, choice, wanted, scope)
         origin |= {f"target_{kind}": limit, f"reached_{kind}": reached}
     kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
     facts = {s.name: {"kind": s.kind, "size": s.size, "norm": importance[s.name].tolist()} for s in sets}
@@ -121,8 +127,8 @@ def _wanted(
             raise InputError(f"{name} {count}: expected a whole number of at least 1")
     if target is None:
         return None
-    if len(target) != 1 or not set(target) <= {"flops", "params"}:
-        raise InputError(f"target {dict(target)}: expected exactly one of flops, params")
+    if len(target) != 1 or not set(target) <= set(TARGETS):
+        raise InputError(f"target {dict(target)}: expected exactly one of {', '.join(TARGETS)}")
     ((kind, value),) = target.items()
     if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise InputError(f"target {kind} {value!r}: expected a number above 0")
@@ -192,7 +198,7 @@ def _to_budget(
 ) -> tuple[dict[str, Tensor], str, float, float]:
     """Solve for the budget, look at what the network then really costs, and solve again for what was off."""
     dense = cost(model, example)
-    kind, limit = wanted.limit(dense.flops, dense.params)
+    kind, limit = wanted.limit({"flops": dense.flops, "params": dense.params})
     meter = Budget(kind, limit).meter(model, choice.sets, example)
     everything = meter({s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets})
     solve = {"global": _global, "uniform": _uniform}[scope]
@@ -209,6 +215,30 @@ def _to_budget(
         goal *= limit / real * (1 - CLOSE / 8 if real > limit else 1)
     assert best is not None
     return best[1], kind, limit, best[2]
+
+
+def _to_latency(
+    model: nn.Module, example: Inputs, choice: _Choice, wanted: Target, scope: str
+) -> tuple[dict[str, Tensor], str, float, float]:
+    """FLOPs are set until ONNX Runtime is as fast as asked: latency goes about as a power of them."""
+    best: tuple[float, dict[str, Tensor], float, float] | None = None
+    with Stopwatch(model, example) as watch:
+        _, dense = watch.against_dense(model)
+        fraction = wanted.limit({"latency": dense})[1] / dense
+        flops = min(fraction, 1.0)
+        for _ in range(TRIES):
+            alive = _to_budget(model, example, choice, Target(flops=min(flops, LARGEST_FRACTION)), scope)[0]
+            own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive))
+            limit = wanted.limit({"latency": dense})[1]
+            off = abs(own - limit) / limit + (own > limit)
+            if best is None or off < best[0]:
+                best = (off, alive, limit, own)
+            if limit * (1 - CLOSE) <= own <= limit or flops >= LARGEST_FRACTION >= own / limit:
+                break
+            power = math.log(min(own / dense, 0.99)) / math.log(min(flops, 0.99))
+            flops *= (limit * (1 - CLOSE / 2) / own) ** (1 / min(max(power, 0.3), 3.0))
+    assert best is not None
+    return best[1], "latency", best[2], best[3]
 
 
 def _bisected(counts: Callable[[float], dict[str, int]], choice: _Choice, meter: Meter, limit: float) -> dict[str, int]:

@@ -1,14 +1,22 @@
 """How long ONNX models take on this machine, measured side by side."""
 
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import nn
 
 from compressnas.errors import InputError
-from compressnas.export import open_session
+from compressnas.export import export_onnx, open_session
+from compressnas.inputs import Inputs
+from compressnas.interface import input_names, input_tensors
+
+Feed = Mapping[str, NDArray[Any]]  # input of a file -> what it is called with
 
 _MIN_RUNS = 20
 _WARMUP_SHARE = 0.2  # of the time budget
@@ -23,11 +31,15 @@ class Latency:
     runs: int
 
 
+def random_images(shape: tuple[int, int, int], batch_size: int = 1) -> Feed:
+    """What a classifier's file is called with: `images` (batch_size, C, H, W), normally distributed."""
+    return {"images": np.random.default_rng(0).standard_normal((batch_size, *shape), dtype=np.float32)}
+
+
 def interleaved(
     paths: Mapping[str, Path],
-    shape: tuple[int, int, int],
+    feed: Feed,
     *,
-    batch_size: int = 1,
     runs: int = 200,
     warmup: int = 20,
     threads: int = 1,
@@ -39,9 +51,8 @@ def interleaved(
     neighbour. The time of a call includes what Python adds, a few microseconds.
 
     Args:
-        paths: name -> ONNX file with one input (batch, C, H, W) of float32.
-        shape: (C, H, W) of one image.
-        batch_size: images a call.
+        paths: name -> ONNX file.
+        feed: what each of them is called with.
         runs: timed calls a model, if time allows.
         warmup: untimed calls a model before that, at least 1, at most a fifth of `seconds`.
         threads: of ONNX Runtime. Waiting threads sleep, they do not spin.
@@ -51,17 +62,11 @@ def interleaved(
         name -> latency, in the order of `paths`.
 
     Raises:
-        InputError: a file that is missing or cannot be loaded or run on this shape; counts below 1.
+        InputError: a file that is missing or cannot be loaded or run on this feed; counts below 1.
     """
-    if min(batch_size, runs, threads) < 1 or warmup < 0:
-        raise InputError(
-            f"batch_size {batch_size}, runs {runs}, warmup {warmup}, threads {threads}: expected at least 1 (warmup 0)"
-        )
-    images = np.random.default_rng(0).standard_normal((batch_size, *shape), dtype=np.float32)  # (B, C, H, W)
-    calls = []
-    for name, path in paths.items():
-        session = open_session(path, threads, spinning=False)
-        calls.append((name, session, {session.get_inputs()[0].name: images}))
+    if min(runs, threads) < 1 or warmup < 0:
+        raise InputError(f"runs {runs}, warmup {warmup}, threads {threads}: expected at least 1 (warmup 0)")
+    calls = [(name, open_session(path, threads, spinning=False), feed) for name, path in paths.items()]
     start = time.perf_counter()
     for _ in range(max(warmup, 1)):
         for name, session, feed in calls:
@@ -69,7 +74,8 @@ def interleaved(
                 session.run(None, feed)
             except Exception as error:  # ONNX Runtime's exceptions have no class in common
                 reason = next(iter(str(error).splitlines()), "")
-                raise InputError(f"{paths[name]}: cannot run on {images.shape}: {reason}") from error
+                shapes = ", ".join(f"{key} {value.shape}" for key, value in feed.items())
+                raise InputError(f"{paths[name]}: cannot run on {shapes}: {reason}") from error
         if time.perf_counter() - start > _WARMUP_SHARE * seconds:
             break
     times: dict[str, list[int]] = {name: [] for name in paths}  # ns
@@ -86,3 +92,41 @@ def interleaved(
 def _summary(ns: list[int]) -> Latency:
     p50, p90 = np.percentile(np.array(ns) / 1e6, [50, 90])
     return Latency(float(p50), float(p90), len(ns))
+
+
+class Stopwatch:
+    """Times networks against one of them. A context: its ONNX files are gone when it ends."""
+
+    def __init__(self, dense: nn.Module, example: Inputs, threads: int = 1, seconds: float = 5.0) -> None:
+        """Export `dense`, for ONNX Runtime with so many threads; each measurement takes about `seconds`.
+
+        Args:
+            example: a tensor, a tuple of arguments or a mapping of named ones; its batch is what is timed.
+
+        Raises:
+            RunFailed: the network cannot be exported.
+        """
+        self.example, self.threads, self.seconds = example, threads, seconds
+        self._folder = tempfile.TemporaryDirectory()
+        self._dense = self._file(dense, "dense")
+        self._feed = {
+            name: tensor.detach().cpu().numpy()
+            for name, tensor in zip(input_names(dense, example), input_tensors(example), strict=True)
+        }
+
+    def __enter__(self) -> "Stopwatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def against_dense(self, network: nn.Module) -> tuple[float, float]:
+        """Median latency of the network and of the dense one, in microseconds, measured in turns."""
+        files = {"network": self._file(network, "network"), "dense": self._dense}
+        found = interleaved(files, self._feed, runs=10**6, threads=self.threads, seconds=self.seconds)
+        return 1000 * found["network"].p50_ms, 1000 * found["dense"].p50_ms
+
+    def _file(self, network: nn.Module, name: str) -> Path:
+        path = Path(self._folder.name) / f"{name}.onnx"
+        export_onnx(network, self.example, path, threads=self.threads)
+        return path

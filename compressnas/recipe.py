@@ -246,19 +246,29 @@ class Target(Section):
 
     flops: float | None = Field(default=None, gt=0)
     params: float | None = Field(default=None, gt=0)
+    latency: float | None = Field(
+        default=None, gt=0, description="of ONNX Runtime, one thread; absolute: in microseconds; not for bayes"
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "Target":
-        given = sum(value is not None for value in (self.flops, self.params))
-        if given != 1:
-            raise ValueError(f"expected exactly one of flops, params; got {'both' if given else 'neither'}")
+        given = [name for name in TARGETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected exactly one of {', '.join(TARGETS)}; got {' and '.join(given) or 'none'}")
         return self
 
-    def limit(self, flops: float, params: float) -> tuple[str, float]:
-        """(`flops` or `params`, the most of it that is allowed) for a dense network of this cost."""
-        kind, value, whole = ("flops", self.flops, flops) if self.flops is not None else ("params", self.params, params)
-        assert value is not None  # exactly one of the two is given
-        return kind, value * whole if value < 1 else value
+    @property
+    def kind(self) -> str:
+        """The one that is given: flops, params or latency."""
+        return next(name for name in TARGETS if getattr(self, name) is not None)
+
+    def limit(self, dense: Mapping[str, float]) -> tuple[str, float]:
+        """(kind, the most of it that is allowed) for a dense network that costs `dense`: kind -> cost."""
+        value = float(getattr(self, self.kind))
+        return self.kind, value * dense[self.kind] if value < 1 else value
+
+
+TARGETS = ("flops", "params", "latency")
 
 
 class Bayes(Section):
@@ -287,6 +297,12 @@ class Bayes(Section):
     rule: Literal["keep_at_zero", "threshold"] = "keep_at_zero"
     threshold: float = Field(default=0.0585498, gt=0, description="gamma at or below it goes; 1/(2 pi e)")
     target: Target | None = None
+
+    @model_validator(mode="after")
+    def _counts(self) -> "Bayes":
+        if self.target is not None and self.target.kind == "latency":
+            raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
+        return self
 
 
 class Baseline(Section):

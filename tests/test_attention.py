@@ -61,7 +61,8 @@ def test_heads_go_step_by_step_are_proved_saved_and_exported(name: str, tmp_path
     cn.save(small, slims[-1], str(tmp_path))
     loaded = cn.load(examples()[name][0], str(tmp_path))
     torch.testing.assert_close(call(loaded.eval(), example), call(small.eval(), example))  # type: ignore[arg-type]
-    assert cn.export_onnx(small, example, f"{tmp_path}/model.onnx").max_abs_diff < 1e-5  # type: ignore[arg-type]
+    if name in ("encoder", "cross, own widths"):  # a conversion takes seconds
+        assert cn.export_onnx(small, example, f"{tmp_path}/model.onnx").max_abs_diff < 1e-5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["flops", "params"])

@@ -1,6 +1,7 @@
 """Budgets and baselines for any network: what was asked is what is realised, or as near as can be."""
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -102,12 +103,41 @@ def test_the_model_is_not_touched() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Watch:
+    """A stopwatch for which latency is 1000 us (flops / those of the dense network)^power."""
+
+    power = 1.0
+
+    def __init__(self, dense: nn.Module, example: Any) -> None:
+        self.dense, self.tries = cost(dense, example).flops, 0
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def against_dense(self, network: nn.Module) -> tuple[float, float]:
+        return 1000 * (cost(network, IMAGE).flops / self.dense) ** self.power, 1000.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.4])
+@pytest.mark.parametrize("value", [0.4, 600.0, 2000.0])
+def test_a_latency_is_met(power: float, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[decide.__module__], "Stopwatch", type("_", (Watch,), {"power": power}))
+    small, slim = pruned(target={"latency": value})
+    asked = min(value if value > 1 else 1000 * value, 1000.0)
+    reached = Watch.against_dense(type("_", (Watch,), {"power": power})(Small(), IMAGE), small)[0]
+    assert slim.origin["reached_latency"] == pytest.approx(reached)
+    assert 0.98 * asked <= reached <= asked
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({}, "exactly one of target and ratio"),
     ({"ratio": 0.5, "target": {"flops": 0.5}}, "exactly one of target and ratio"),
     ({"ratio": 1.0}, "0 <= ratio < 1"),
-    ({"target": {"flops": 0.5, "params": 0.5}}, "exactly one of flops, params"),
-    ({"target": {"latency": 3}}, "exactly one of flops, params"),
+    ({"target": {"flops": 0.5, "params": 0.5}}, "exactly one of flops, params, latency"),
+    ({"target": {"speed": 3}}, "exactly one of flops, params, latency"),
     ({"target": {"flops": -1}}, "a number above 0"),
     ({"ratio": 0.5, "method": "magic"}, "expected one of magnitude"),
     ({"ratio": 0.5, "scope": "local"}, "expected one of global, uniform"),

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper
+from torch import nn
 
 from compressnas.errors import InputError
-from compressnas.latency import interleaved
+from compressnas.latency import Stopwatch, interleaved, random_images
 
 SHAPE = (1, 16, 16)
 
@@ -31,7 +33,7 @@ def chain(path: Path, convs: int) -> Path:
 
 def test_more_work_takes_longer(tmp_path: Path) -> None:
     paths = {"long": chain(tmp_path / "long.onnx", 40), "short": chain(tmp_path / "short.onnx", 1)}
-    found = interleaved(paths, SHAPE, batch_size=2, runs=40, warmup=3)
+    found = interleaved(paths, random_images(SHAPE, 2), runs=40, warmup=3)
     assert list(found) == ["long", "short"]
     assert {latency.runs for latency in found.values()} == {40}
     assert all(0 < latency.p50_ms <= latency.p90_ms for latency in found.values())
@@ -40,22 +42,36 @@ def test_more_work_takes_longer(tmp_path: Path) -> None:
 
 def test_the_time_is_bounded_but_every_model_gets_its_runs(tmp_path: Path) -> None:
     paths = {"a": chain(tmp_path / "a.onnx", 1), "b": chain(tmp_path / "b.onnx", 2)}
-    found = interleaved(paths, SHAPE, runs=10**9, warmup=10**9, seconds=0.0)
+    found = interleaved(paths, random_images(SHAPE), runs=10**9, warmup=10**9, seconds=0.0)
     assert {latency.runs for latency in found.values()} == {20}
     start = time.perf_counter()
-    found = interleaved(paths, SHAPE, runs=10**9, warmup=10**9, seconds=0.5)
+    found = interleaved(paths, random_images(SHAPE), runs=10**9, warmup=10**9, seconds=0.5)
     assert 0.5 <= time.perf_counter() - start < 10
     assert found["a"].runs == found["b"].runs > 20
-    assert {latency.runs for latency in interleaved(paths, SHAPE, runs=3, seconds=0.0).values()} == {3}
+    assert {latency.runs for latency in interleaved(paths, random_images(SHAPE), runs=3, seconds=0.0).values()} == {3}
 
 
 def test_bad_input(tmp_path: Path) -> None:
     path = chain(tmp_path / "a.onnx", 1)
     with pytest.raises(InputError, match="no such file"):
-        interleaved({"a": tmp_path / "b.onnx"}, SHAPE)
-    with pytest.raises(InputError, match=r"a\.onnx: cannot run on \(1, 1, 9, 9\)"):
-        interleaved({"a": path}, (1, 9, 9))
-    for wrong in ({"runs": 0}, {"batch_size": 0}, {"threads": 0}, {"warmup": -1}):
+        interleaved({"a": tmp_path / "b.onnx"}, random_images(SHAPE))
+    with pytest.raises(InputError, match=r"a\.onnx: cannot run on images \(1, 1, 9, 9\)"):
+        interleaved({"a": path}, random_images((1, 9, 9)))
+    for wrong in ({"runs": 0}, {"threads": 0}, {"warmup": -1}):
         with pytest.raises(InputError, match="expected at least 1"):
-            interleaved({"a": path}, SHAPE, **wrong)
-    assert interleaved({}, SHAPE) == {}
+            interleaved({"a": path}, random_images(SHAPE), **wrong)
+    assert interleaved({}, random_images(SHAPE)) == {}
+
+
+class Two(nn.Module):
+    def forward(self, left: torch.Tensor, *, right: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": left @ right}
+
+
+def test_a_stopwatch_times_any_interface_and_cleans_up() -> None:
+    example = {"left": torch.randn(3, 4, 5), "right": torch.randn(3, 5, 6)}
+    with Stopwatch(Two(), example, seconds=0.1) as watch:
+        own, dense = watch.against_dense(Two())
+        folder = Path(watch._folder.name)
+        assert own > 0 and dense > 0 and sorted(p.name for p in folder.iterdir()) == ["dense.onnx", "network.onnx"]
+    assert not folder.exists()

@@ -125,7 +125,7 @@ export: {foo: 1}
         "method.lam: expected a number >= 0, got -1",
         "method.epochs: expected a whole number, got 'ten'",
         "method.lr: expected a finite number, got nan",
-        "method.target: expected exactly one of flops, params; got both",
+        "method.target: expected exactly one of flops, params, latency; got flops and params",
         "export.foo: unknown key; known here: int8, select_inputs",
     ):
         assert line in lines
@@ -156,7 +156,8 @@ export: {foo: 1}
         ("method.groups=[]", "method.groups: expected at least one name, got an empty list"),
         ("method.groups=[row, row]", "method.groups: expected each name once, got row more than once"),
         ("data.augment=[flip, crop, flip]", "data.augment: expected each name once, got flip more than once"),
-        ("method.target={}", "method.target: expected exactly one of flops, params; got neither"),
+        ("method.target={}", "method.target: expected exactly one of flops, params, latency; got none"),
+        ("method.target={latency: 0.5}", "method: target.latency: while a network shrinks only flops and params"),
         ("model.weights=''", "model.weights: expected text that is not empty, got ''"),
         ("model={}", "model: expected exactly one of name, torchvision, factory, timm; got none of them"),
         ("model.name=", "model: expected exactly one of name, torchvision, factory, timm; got none of them"),
