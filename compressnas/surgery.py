@@ -190,9 +190,16 @@ class _Trial:
                     tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
         self.example = double(example)
         self.inputs = drawn(self.example, generator)
+        self._known: dict[tuple[str, ...], str | None] = {}  # names of sets -> their reason
 
     def reason(self, sets: Sequence[GroupSet]) -> str | None:
         """Why removing a few groups of all of these sets at once is not the same as masking them."""
+        names = tuple(s.name for s in sets)
+        if names not in self._known:
+            self._known[names] = self._reason(sets)
+        return self._known[names]
+
+    def _reason(self, sets: Sequence[GroupSet]) -> str | None:
         kept = {s.name: tuple(range(2, s.size - 1) if s.size > 3 else range(1, s.size)) for s in sets}
         slim = SlimArch(kept, {s.name: s.size for s in sets})
         try:
@@ -274,6 +281,17 @@ class Removal:
     masks: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def _planned(coupled: Coupling, decided: Sequence[GroupSet]) -> set[str]:
+    """Layers whose units the decision speaks of; under a coarser plan that is all layers of the component."""
+    names = {s.name for s in decided if is_output(s.name)}
+    layers = {layer_of(name) for name in names}
+    for component in coupled.components:
+        of_plan = [sets for plan, sets in component.plans.items() if plan != "free"]
+        if any(s.name in names for sets in of_plan for s in sets):
+            layers |= {layer_of(s.name) for sets in component.plans.values() for s in sets}
+    return layers
+
+
 def _removed(
     model: nn.Module, example: Inputs, slim: SlimArch, select_inputs: bool = True, coupled: Coupling | None = None
 ) -> tuple[nn.Module, Removal]:
@@ -283,7 +301,7 @@ def _removed(
     """
     coupled = coupled or coupling(model, example)
     decided = _sets_named(model, coupled, slim)
-    planned = {layer_of(s.name) for s in decided if is_output(s.name)}
+    planned = _planned(coupled, decided)
     sets = [s for s in coupled.finest() if layer_of(s.name) not in planned]
     sets = list(_ordered(model, [*sets, *(s for s in decided if is_output(s.name))]))
     small, pattern = _masked(model, decided, slim), copy.deepcopy(model)
