@@ -308,9 +308,8 @@ def _doubts(recipe: Recipe, points: Sequence[Mapping[str, Any]], classes: int) -
     notes = []
     target: Target | None = getattr(recipe.method, "target", None)
     if target is not None:
-        costs = {p["point"]: {**p, "latency": 1000 * p["latency_p50_ms"]} for p in points}
-        kind, limit = target.limit(costs["dense"])
-        reached = costs["slim"][kind]
+        before, reached = (p[target.kind] if target.kind in p else 1000 * p["latency_p50_ms"] for p in points)
+        kind, limit = target.limit({target.kind: before})
         if reached > limit * (1 + (NOISE if kind == "latency" else 0)):
             most = f"{limit:,.0f}" if limit >= 1 else f"{limit:.1g}"
             what = "us of latency" if kind == "latency" else kind

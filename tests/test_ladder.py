@@ -34,11 +34,12 @@ PACKAGE = Path(compressnas.__file__).parent
 FLOORS = """
     compressnas errors yaml_text augment distill inputs layers progress
     files faults groups tags interface bayes.variance bayes.penalty bayes.curvature
+    tracing
     slim recipe export measure coupling bayes.prior
     runfolder latency predict budget store folding
 
     surgery data plots
-    train report baselines api
+    train report baselines api carry
     decide
     weights
 
