@@ -223,9 +223,10 @@ def _to_latency(
     """FLOPs are set until ONNX Runtime is as fast as asked: latency goes about as a power of them."""
     best: tuple[float, dict[str, Tensor], float, float] | None = None
     with Stopwatch(model, example) as watch:
-        _, dense = watch.against_dense(model)
-        fraction = wanted.limit({"latency": dense})[1] / dense
-        flops = min(fraction, 1.0)
+        assert wanted.latency is not None
+        flops = wanted.latency  # a fraction is a first guess as it is, without a measurement
+        if flops >= 1:
+            flops = min(flops / watch.against_dense(model)[1], 1.0)
         for _ in range(TRIES):
             alive = _to_budget(model, example, choice, Target(flops=min(flops, LARGEST_FRACTION)), scope)[0]
             own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive))
