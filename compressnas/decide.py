@@ -52,7 +52,8 @@ def decide(
         target: {"flops": x}, {"params": x} or {"latency": x}: below 1 the fraction of the cost that may be kept,
             otherwise the cost; latency is ONNX Runtime's for `example_inputs`, one thread, in microseconds, and takes
             an export for each of a few tries.
-        ratio: instead of a target: the fraction of the channels of each layer that goes.
+        ratio: instead of a target: the fraction of the channels of each layer that goes; where `round_to` is wide for
+            it, of all layers together.
         round_to: layers keep a multiple of this many channels, where they have that many.
         data: (inputs, targets) batches, for `taylor`.
         loss: (output, targets) -> scalar; default cross-entropy.
@@ -101,7 +102,8 @@ def choose(
     }
     if wanted is None:
         assert ratio is not None
-        alive, origin["ratio"] = choice.best(choice.uniform(1 - ratio)), ratio
+        alive = choice.best(choice.nearest(1 - ratio))
+        origin |= {"ratio": ratio, "reached_ratio": 1 - _channels(sets, alive) / sum(s.size * _units(s) for s in sets)}
     else:
         find = _to_latency if wanted.kind == "latency" else _to_budget
         alive, kind, limit, reached = find(model, example_inputs, choice, wanted, scope)
@@ -150,6 +152,10 @@ def _least(group_set: GroupSet, channels: int, round_to: int) -> int:
     return max(1, math.ceil(max(channels, min(round_to, group_set.size * _units(group_set))) / _units(group_set)))
 
 
+def _channels(sets: Sequence[GroupSet], alive: Mapping[str, Tensor]) -> int:
+    return sum(int(alive[s.name].sum()) * _units(s) for s in sets)
+
+
 @dataclass(frozen=True)
 class _Choice:
     """The groups there are, how they rank, and how they may be counted."""
@@ -180,6 +186,22 @@ class _Choice:
     def uniform(self, fraction: float) -> dict[str, int]:
         """How many groups of each set are this fraction of it."""
         return {s.name: self.rounded(s, fraction * s.size) for s in self.sets}
+
+    def nearest(self, fraction: float) -> dict[str, int]:
+        """`uniform`, with sets rounded the other way where all together are then nearer to the fraction.
+
+        Else a small step with wide rounding would remove nothing, as often as it is taken.
+        """
+        counts = self.uniform(fraction)
+        off = {s.name: (counts[s.name] - fraction * s.size) * _units(s) for s in self.sets}
+        total = sum(off.values())
+        sign = 1 if total > 0 else -1
+        for s in sorted(self.sets, key=lambda s: sign * off[s.name] / (self.step(s) * _units(s)), reverse=True):
+            other = self.rounded(s, counts[s.name] - sign * self.step(s))
+            change = (other - counts[s.name]) * _units(s)
+            if sign * off[s.name] > 0 and abs(total + change) < abs(total):
+                counts[s.name], total = other, total + change
+        return counts
 
 
 def _keep_readable(group_set: GroupSet, alive: Tensor, ranked: Tensor) -> None:

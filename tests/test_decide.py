@@ -95,6 +95,18 @@ def test_ignored_layers_stay() -> None:
         decide(Small(), IMAGE, ratio=0.5, ignore=["*"])
 
 
+def test_small_steps_with_wide_rounding_still_remove() -> None:
+    model: nn.Module = Small().eval()
+    before = sum(m.out_channels for m in model.modules() if isinstance(m, CONVS))
+    for _ in range(3):
+        slim = decide(model, IMAGE, ratio=0.11, round_to=8)
+        assert slim.origin["reached_ratio"] > 0
+        model = remove(model, IMAGE, slim, IMAGE)[0]
+    widths = [m.out_channels for m in model.modules() if isinstance(m, CONVS)]
+    assert all(width % 8 == 0 for width in widths)
+    assert 0.15 <= 1 - sum(widths) / before <= 0.45  # asked: 0.3
+
+
 def test_the_model_is_not_touched() -> None:
     model = Small()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
