@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from compressnas.baselines import CRITERIA, Evidence, Loss, scores
 from compressnas.budget import Budget, Meter
+from compressnas.coupling import Coupling
 from compressnas.errors import InputError
-from compressnas.groups import GroupSet
+from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs
 from compressnas.latency import Stopwatch
 from compressnas.measure import cost
@@ -92,7 +94,7 @@ def choose(
         raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")
     importance = scores(method, model, sets, evidence)
     floors = {s.name: min(_least(s, min_channels, round_to), s.size) for s in sets}
-    choice = _Choice(sets, importance, floors, round_to)
+    choice = _Choice(sets, importance, floors, round_to, found.coupled)
     origin: dict[str, str | int | float] = {
         "method": method,
         "scope": scope,
@@ -158,6 +160,7 @@ class _Choice:
     importance: Mapping[str, Tensor]
     floors: Mapping[str, int]
     round_to: int
+    coupled: Coupling | None
 
     def rounded(self, group_set: GroupSet, count: float) -> int:
         """A number of groups that makes a multiple of `round_to` channels; all of them where there are fewer."""
@@ -171,25 +174,35 @@ class _Choice:
         """The most important groups of each set -> (G,) bool. Every layer keeps something to read."""
         alive = {}
         for s in self.sets:
-            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=s.members[0].group_of.device)
-            ranked = self.importance[s.name].argsort(descending=True, stable=True)
+            ranked = self.ranked[s.name]
+            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=ranked.device)
             alive[s.name][ranked[: counts[s.name]]] = True
-            _keep_readable(s, alive[s.name], ranked)
+            _keep_readable(self.lonely[s.name], alive[s.name], ranked)
         return alive
+
+    @cached_property
+    def ranked(self) -> dict[str, Tensor]:
+        """Group set -> (G,) its groups, the most important first."""
+        return {s.name: self.importance[s.name].argsort(descending=True, stable=True) for s in self.sets}
+
+    @cached_property
+    def lonely(self) -> dict[str, list[Member]]:
+        """Group set -> members that have some of its groups and nothing else: a layer that these alone feed or make."""
+        return {
+            s.name: [m for m in s.members if bool((m.group_of >= 0).all()) and len(m.group_of.unique()) < s.size]
+            for s in self.sets
+        }
 
     def uniform(self, fraction: float) -> dict[str, int]:
         """How many groups of each set are this fraction of it."""
         return {s.name: self.rounded(s, fraction * s.size) for s in self.sets}
 
 
-def _keep_readable(group_set: GroupSet, alive: Tensor, ranked: Tensor) -> None:
+def _keep_readable(lonely: Sequence[Member], alive: Tensor, ranked: Tensor) -> None:
     """Each layer that makes or reads units of this set alone keeps its best one: an empty layer cuts the network."""
-    for member in group_set.members:
-        own = member.group_of
-        if bool((own < 0).any()):
-            continue  # it has others, which are looked after with their own sets
-        if not bool(alive[own].any()):
-            inside = set(own.tolist())
+    for member in lonely:
+        if not bool(alive[member.group_of].any()):
+            inside = set(member.group_of.tolist())
             alive[next(g for g in ranked.tolist() if g in inside)] = True
 
 
@@ -199,14 +212,14 @@ def _to_budget(
     """Solve for the budget, look at what the network then really costs, and solve again for what was off."""
     dense = cost(model, example)
     kind, limit = wanted.limit({"flops": dense.flops, "params": dense.params})
-    meter = Budget(kind, limit).meter(model, choice.sets, example)
+    meter = Budget(kind, limit).meter(model, choice.sets, example, choice.coupled)
     everything = meter({s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets})
     solve = {"global": _global, "uniform": _uniform}[scope]
     goal = limit * everything / float(getattr(dense, kind))
     best: tuple[float, dict[str, Tensor], float] | None = None
     for _ in range(CORRECTIONS):
         alive = solve(choice, meter, goal)
-        real = float(getattr(cost(removed_network(model, example, choice.sets, alive), example), kind))
+        real = float(getattr(cost(removed_network(model, example, choice.sets, alive, choice.coupled), example), kind))
         off = abs(real - limit) / limit + (real > limit)  # the nearest that is not above it
         if best is None or off < best[0]:
             best = (off, alive, real)
@@ -229,7 +242,7 @@ def _to_latency(
             flops = min(flops / watch.against_dense(model)[1], 1.0)
         for _ in range(TRIES):
             alive = _to_budget(model, example, choice, Target(flops=min(flops, LARGEST_FRACTION)), scope)[0]
-            own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive))
+            own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive, choice.coupled))
             limit = wanted.limit({"latency": dense})[1]
             off = abs(own - limit) / limit + (own > limit)
             if best is None or off < best[0]:
