@@ -20,7 +20,7 @@ from compressnas.latency import Stopwatch
 from compressnas.measure import cost
 from compressnas.recipe import TARGETS, Target
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, removed_network
+from compressnas.surgery import Found, find_groups, removed_network
 
 SCOPES = ("global", "uniform")
 CLOSE = 0.02  # relative distance to a target that counts as hit
@@ -44,6 +44,7 @@ def decide(
     min_channels: int = 1,
     scope: str = "global",
     seed: int = 0,
+    groups: Found | None = None,
 ) -> SlimArch:
     """Choose which channels stay.
 
@@ -63,6 +64,7 @@ def decide(
         scope: `global` ranks all groups by importance, relative to their layer, per cost; `uniform` keeps the same
             fraction of every layer.
         seed: for `random`.
+        groups: what `find_groups(model, example_inputs)` gave, where it was called already; it is not called again.
 
     Returns:
         The decision; `origin` says what was asked and what the network will cost.
@@ -72,7 +74,9 @@ def decide(
     """
     wanted = _wanted(target, ratio, round_to, min_channels, scope, method)
     evidence = Evidence(data, loss, seed=seed)
-    return choose(model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope)[0]
+    return choose(
+        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups
+    )[0]
 
 
 def choose(
@@ -86,9 +90,10 @@ def choose(
     ignore: Sequence[str],
     min_channels: int,
     scope: str,
+    found: Found | None = None,
 ) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
     """What `decide` does, with the importance of every group for the report."""
-    found = find_groups(model, example_inputs, ("coupled",))
+    found = found or find_groups(model, example_inputs, ("coupled",))
     sets = [s for s in found.sets if not any(_matches(s.name, pattern) for pattern in ignore)]
     if not sets:
         raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")

@@ -182,19 +182,9 @@ class _Trial:
 
     def __init__(self, model: nn.Module, example: Inputs, coupled: Coupling) -> None:
         self.coupled = coupled
-        generator = torch.Generator().manual_seed(0)
-        self.network = copy.deepcopy(model).double().eval()
-        with torch.no_grad():
-            for parameter in self.network.parameters():
-                scale = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else 1.0
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
-            for name, tensor in self.network.named_buffers():
-                if name.endswith("running_mean"):
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-                if name.endswith("running_var"):
-                    tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+        self.network = redrawn(model)
         self.example = double(example)
-        self.inputs = drawn(self.example, generator)
+        self.inputs = drawn(self.example, torch.Generator().manual_seed(1))
         self._known: dict[tuple[str, ...], str | None] = {}  # names of sets -> their reason
 
     def reason(self, sets: Sequence[GroupSet]) -> str | None:
@@ -232,6 +222,22 @@ class _Trial:
         """The sets that do not come through, with the reason."""
         passed = {part[0].name for part in self.passing([(s,) for s in sets])}
         return {s.name: str(self.reason([s])) for s in sets if s.name not in passed}
+
+
+@torch.no_grad()
+def redrawn(model: nn.Module) -> nn.Module:
+    """A float64 copy in eval mode with random weights and norm statistics: zeros and ones hide faults."""
+    generator = torch.Generator().manual_seed(0)
+    network = copy.deepcopy(model).double().eval()
+    for parameter in network.parameters():
+        scale = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else 1.0
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
+    for name, tensor in network.named_buffers():
+        if name.endswith("running_mean"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+        if name.endswith("running_var"):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+    return network
 
 
 # ---------------------------------------------------------------- masking and removing
@@ -433,6 +439,8 @@ class Proof:
         left_alone: (group set, reason).
         folded: constant channels whose value moved into biases first: the masked network is then the one that has it
             there, and equals the network before but for the rounding of these biases.
+        constant: the removed network gives the same output for all images, up to `tolerance`: nothing comes through
+            the units that are left. That would be so whatever was removed, so random weights were compared as well.
     """
 
     verdict: str
@@ -441,6 +449,7 @@ class Proof:
     left_alone: tuple[tuple[str, str], ...]
     tolerance: float = TOLERANCE
     folded: Folded = field(default_factory=Folded)
+    constant: bool = False
 
 
 @torch.no_grad()
@@ -458,6 +467,15 @@ def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs) -> flo
     return difference if math.isfinite(difference) else math.inf
 
 
+def _is_constant(network: nn.Module, inputs: Inputs) -> bool:
+    """Whether all samples of a batch of several give the same outputs, up to the tolerance."""
+    outputs = [t for t in _float64_outputs(network, inputs) if t.numel()]
+    scale = max((float(t.abs().max()) for t in outputs), default=0.0)
+    moved = max((float((t - t[:1]).abs().max()) for t in outputs if t.dim()), default=0.0)
+    return _count(inputs) > 1 and moved <= TOLERANCE * scale
+
+
+@torch.no_grad()
 def _float64_outputs(network: nn.Module, inputs: Inputs) -> list[Tensor]:
     """What the network returns for these inputs in float64 and eval mode, tensors that it makes itself included."""
     before = torch.get_default_dtype()
@@ -512,18 +530,22 @@ def remove(
     remover = remover or partial(_removed, coupled=coupled)
     asked = [name for name in slim.sizes if slim.removed(name)]
     reasons: dict[str, str] = {}
-    last: list[tuple[SlimArch, nn.Module, Removal, float]] = []  # the largest part of the decision that is proved
+    last: list[tuple[SlimArch, nn.Module, Removal, float, bool]] = []  # the largest part of it that is proved
 
     def failure(names: Sequence[str]) -> str | None:
         decision = slim.without(set(asked) - set(names))
         try:
             small, removal = remover(model, example, decision, select_inputs)
             difference = relative_difference(_masked(model, decided, decision), small, images)
+            if constant := difference <= TOLERANCE and _is_constant(small, images):
+                other = redrawn(model)
+                small_other, _ = remover(other, double(example), decision, select_inputs)
+                difference = relative_difference(_masked(other, decided, decision), small_other, images)
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removal fails: {one_line(error)}"
         if not difference <= TOLERANCE:
             return f"removal changes the output by {difference:.1e} (relative)"
-        last[:] = [(decision, small, removal, difference)]
+        last[:] = [(decision, small, removal, difference, constant)]
         return None
 
     def add(accepted: list[str], names: list[str]) -> list[str]:
@@ -540,9 +562,9 @@ def remove(
         raise RunFailed("nothing could be proved: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
     if not asked and (reason := failure([])) is not None:
         raise RunFailed(f"the network without its removed groups differs from the masked one: {reason}")
-    decision, small, removal, difference = last[0]
+    decision, small, removal, difference, constant = last[0]
     verdict = "partly" if reasons else "equal"
-    proof = Proof(verdict, difference, _count(images), tuple(reasons.items()), folded=folded)
+    proof = Proof(verdict, difference, _count(images), tuple(reasons.items()), folded=folded, constant=constant)
     return small, decision, removal, proof
 
 

@@ -2,8 +2,9 @@
 
     python tools/studies/torchvision_models.py --out runs/torchvision --models 'resnet*' --target 0.5
 
-Weights are random (nothing is downloaded); the input is the smallest of 64, 96, 128, 224 and 299 pixels that the model
-takes. Each model runs in a process of its own with one thread; finished ones are not repeated. Prints a Markdown table.
+Weights are random (nothing is downloaded), so nothing ranks the layers: each loses the same part. The input is the
+smallest of 64, 96, 128, 224 and 299 pixels that the model takes. Each model runs in a process of its own with one
+thread; finished ones are not repeated. Prints a Markdown table.
 """
 
 import argparse
@@ -40,8 +41,8 @@ def one_model(name: str, target: float) -> dict[str, Any]:
     model = torchvision.models.get_model(name, weights=None).eval()
     example = _input(model)
     started = time.perf_counter()
-    left_alone = dict(cn.find_groups(model, example).left_alone)
-    slim = cn.decide(model, example, target={"flops": target})
+    found = cn.find_groups(model, example)
+    slim = cn.decide(model, example, target={"flops": target}, scope="uniform", groups=found)
     small, proof = cn.remove(model, example, slim)
     seconds = time.perf_counter() - started
     dense, point = cn.measure(model, example), cn.measure(small, example)
@@ -50,7 +51,8 @@ def one_model(name: str, target: float) -> dict[str, Any]:
     return {
         "verdict": proof.verdict, "difference": proof.max_relative_difference, "pixels": example.shape[-1],
         "flops": point.flops / dense.flops, "params": point.params / dense.params, "seconds": seconds,
-        "onnx": check.max_abs_diff / check.max_abs_output, "left_alone": left_alone | dict(proof.left_alone),
+        "onnx": check.max_abs_diff / check.max_abs_output, "constant": proof.constant,
+        "left_alone": dict(found.left_alone) | dict(proof.left_alone),
     }  # fmt: skip
 
 
