@@ -194,7 +194,7 @@ class _Choice:
     def lonely(self) -> dict[str, list[Member]]:
         """Group set -> members that have some of its groups and nothing else: a layer that these alone feed or make."""
         return {
-            s.name: [m for m in s.members if bool((m.group_of >= 0).all()) and len(m.group_of.unique()) < s.size]
+            s.name: [m for m in s.members if bool((m.group_of >= 0).all()) and len(set(m.group_of.tolist())) < s.size]
             for s in self.sets
         }
 
