@@ -36,6 +36,9 @@ def one_model(name: str, target: float) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     model = torchvision.models.get_model(name, weights=None).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # a last layer that starts at zero would make all outputs equal
+            torch.nn.init.normal_(parameter, std=0.02)
     params = sum(p.numel() for p in model.parameters())
     if params > LARGEST:
         return {"verdict": "refused", "why": f"{params / 1e6:.0f} M parameters"}
