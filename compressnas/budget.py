@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compressnas.coupling import output_sets
-from compressnas.groups import GroupSet, kept_fractions, layer_weights, weights_of
+from compressnas.coupling import Coupling, coupling, in_order
+from compressnas.groups import GroupSet, KeptFractions, layer_weights, weights_of
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.recipe import Target
@@ -31,13 +31,18 @@ class Budget:
         whole = cost(dense, example)
         return Budget(*target.limit({"flops": whole.flops, "params": whole.params}))
 
-    def meter(self, model: nn.Module, sets: Sequence[GroupSet], example: Inputs) -> Meter:
-        """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays."""
+    def meter(
+        self, model: nn.Module, sets: Sequence[GroupSet], example: Inputs, coupled: Coupling | None = None
+    ) -> Meter:
+        """What `model` costs with only some of its groups, from each layer's cost now and the part of it that stays.
+
+        `coupled` is `coupling(model, example)`, where it is known already.
+        """
         if self.kind == "flops":
-            return self.flops_meter(model, sets, example)
+            return _meter(model, sets, cost(model, example).by_layer, example, coupled)
         weights = weights_of(model)
         layers = {name: sum(weights[n].numel() for n in own) for name, own in layer_weights(model).items()}
-        in_layers = _meter(model, sets, layers, example)
+        in_layers = _meter(model, sets, layers, example, coupled)
         return lambda kept: in_layers(kept) + _others_left(model, sets, kept)
 
     @staticmethod
@@ -46,11 +51,17 @@ class Budget:
         return _meter(model, sets, cost(model, example).by_layer, example)
 
 
-def _meter(model: nn.Module, sets: Sequence[GroupSet], layers: Mapping[str, int], example: Inputs) -> Meter:
-    outputs = output_sets(model, example)
+def _meter(
+    model: nn.Module,
+    sets: Sequence[GroupSet],
+    layers: Mapping[str, int],
+    example: Inputs,
+    coupled: Coupling | None = None,
+) -> Meter:
+    fractions = KeptFractions(model, sets, in_order(model, (coupled or coupling(model, example)).finest()))
 
     def meter(kept: Mapping[str, Tensor]) -> float:
-        left = kept_fractions(model, sets, kept, outputs)
+        left = fractions(kept)
         return sum(value * left.get(name, 1.0) for name, value in layers.items())
 
     return meter

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 
 from compressnas.baselines import CRITERIA, Evidence, Loss, scores
 from compressnas.budget import Budget, Meter
+from compressnas.coupling import Coupling
 from compressnas.errors import InputError
-from compressnas.groups import GroupSet
+from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs
 from compressnas.latency import Stopwatch
 from compressnas.measure import cost
 from compressnas.recipe import TARGETS, Target
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, removed_network
+from compressnas.surgery import Found, find_groups, removed_network
 
 SCOPES = ("global", "uniform")
 CLOSE = 0.02  # relative distance to a target that counts as hit
@@ -42,6 +44,7 @@ def decide(
     min_channels: int = 1,
     scope: str = "global",
     seed: int = 0,
+    groups: Found | None = None,
 ) -> SlimArch:
     """Choose which channels stay.
 
@@ -62,6 +65,7 @@ def decide(
         scope: `global` ranks all groups by importance, relative to their layer, per cost; `uniform` keeps the same
             fraction of every layer.
         seed: for `random`.
+        groups: what `find_groups(model, example_inputs)` gave, where it was called already; it is not called again.
 
     Returns:
         The decision; `origin` says what was asked and what the network will cost.
@@ -71,7 +75,9 @@ def decide(
     """
     wanted = _wanted(target, ratio, round_to, min_channels, scope, method)
     evidence = Evidence(data, loss, seed=seed)
-    return choose(model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope)[0]
+    return choose(
+        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups
+    )[0]
 
 
 def choose(
@@ -85,15 +91,16 @@ def choose(
     ignore: Sequence[str],
     min_channels: int,
     scope: str,
+    found: Found | None = None,
 ) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
     """What `decide` does, with the importance of every group for the report."""
-    found = find_groups(model, example_inputs, ("coupled",))
+    found = found or find_groups(model, example_inputs, ("coupled",))
     sets = [s for s in found.sets if not any(_matches(s.name, pattern) for pattern in ignore)]
     if not sets:
         raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")
     importance = scores(method, model, sets, evidence)
     floors = {s.name: min(_least(s, min_channels, round_to), s.size) for s in sets}
-    choice = _Choice(sets, importance, floors, round_to)
+    choice = _Choice(sets, importance, floors, round_to, found.coupled)
     origin: dict[str, str | int | float] = {
         "method": method,
         "scope": scope,
@@ -164,6 +171,7 @@ class _Choice:
     importance: Mapping[str, Tensor]
     floors: Mapping[str, int]
     round_to: int
+    coupled: Coupling | None
 
     def rounded(self, group_set: GroupSet, count: float) -> int:
         """A number of groups that makes a multiple of `round_to` channels; all of them where there are fewer."""
@@ -177,11 +185,24 @@ class _Choice:
         """The most important groups of each set -> (G,) bool. Every layer keeps something to read."""
         alive = {}
         for s in self.sets:
-            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=s.members[0].group_of.device)
-            ranked = self.importance[s.name].argsort(descending=True, stable=True)
+            ranked = self.ranked[s.name]
+            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=ranked.device)
             alive[s.name][ranked[: counts[s.name]]] = True
-            _keep_readable(s, alive[s.name], ranked)
+            _keep_readable(self.lonely[s.name], alive[s.name], ranked)
         return alive
+
+    @cached_property
+    def ranked(self) -> dict[str, Tensor]:
+        """Group set -> (G,) its groups, the most important first."""
+        return {s.name: self.importance[s.name].argsort(descending=True, stable=True) for s in self.sets}
+
+    @cached_property
+    def lonely(self) -> dict[str, list[Member]]:
+        """Group set -> members that have some of its groups and nothing else: a layer that these alone feed or make."""
+        return {
+            s.name: [m for m in s.members if bool((m.group_of >= 0).all()) and len(set(m.group_of.tolist())) < s.size]
+            for s in self.sets
+        }
 
     def uniform(self, fraction: float) -> dict[str, int]:
         """How many groups of each set are this fraction of it."""
@@ -204,14 +225,11 @@ class _Choice:
         return counts
 
 
-def _keep_readable(group_set: GroupSet, alive: Tensor, ranked: Tensor) -> None:
+def _keep_readable(lonely: Sequence[Member], alive: Tensor, ranked: Tensor) -> None:
     """Each layer that makes or reads units of this set alone keeps its best one: an empty layer cuts the network."""
-    for member in group_set.members:
-        own = member.group_of
-        if bool((own < 0).any()):
-            continue  # it has others, which are looked after with their own sets
-        if not bool(alive[own].any()):
-            inside = set(own.tolist())
+    for member in lonely:
+        if not bool(alive[member.group_of].any()):
+            inside = set(member.group_of.tolist())
             alive[next(g for g in ranked.tolist() if g in inside)] = True
 
 
@@ -221,14 +239,14 @@ def _to_budget(
     """Solve for the budget, look at what the network then really costs, and solve again for what was off."""
     dense = cost(model, example)
     kind, limit = wanted.limit({"flops": dense.flops, "params": dense.params})
-    meter = Budget(kind, limit).meter(model, choice.sets, example)
+    meter = Budget(kind, limit).meter(model, choice.sets, example, choice.coupled)
     everything = meter({s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets})
     solve = {"global": _global, "uniform": _uniform}[scope]
     goal = limit * everything / float(getattr(dense, kind))
     best: tuple[float, dict[str, Tensor], float] | None = None
     for _ in range(CORRECTIONS):
         alive = solve(choice, meter, goal)
-        real = float(getattr(cost(removed_network(model, example, choice.sets, alive), example), kind))
+        real = float(getattr(cost(removed_network(model, example, choice.sets, alive, choice.coupled), example), kind))
         off = abs(real - limit) / limit + (real > limit)  # the nearest that is not above it
         if best is None or off < best[0]:
             best = (off, alive, real)
@@ -251,7 +269,7 @@ def _to_latency(
             flops = min(flops / watch.against_dense(model)[1], 1.0)
         for _ in range(TRIES):
             alive = _to_budget(model, example, choice, Target(flops=min(flops, LARGEST_FRACTION)), scope)[0]
-            own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive))
+            own, dense = watch.against_dense(removed_network(model, example, choice.sets, alive, choice.coupled))
             limit = wanted.limit({"latency": dense})[1]
             off = abs(own - limit) / limit + (own > limit)
             if best is None or off < best[0]:

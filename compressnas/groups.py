@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+_NONE = torch.zeros(0, dtype=torch.int64)
 Layer = nn.modules.conv._ConvNd | nn.Linear
 PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
@@ -134,28 +135,84 @@ def kept_fractions(
     Returns:
         layer -> fraction in 0..1.
     """
-    weights, layers = weights_of(model), layer_weights(model)
-    axes_left: dict[str, list[Tensor]] = {}  # parameter -> for each axis, (size,) bool: what is not gone
-    held = {m.parameter for s in (*sets, *outputs) for m in (*s.members, *s.readers)}
-    for name in held.union(*layers.values()):
-        shape, device = weights[name].shape, weights[name].device
-        axes_left[name] = [torch.ones(n, dtype=torch.bool, device=device) for n in shape]
-    for group_set in sets:
-        for member in {id(m): m for m in (*group_set.members, *group_set.readers)}.values():
-            weight, left = weights[member.parameter], axes_left[member.parameter]
-            places = member.spread(kept[group_set.name].to(weight), weight, 1.0) > 0  # broadcasts against the weight
-            for axis in member.axes:
-                others = [a for a in range(weight.dim()) if a != axis]
-                left[axis] &= places.sum(others).bool().expand(weight.shape[axis])
-    for group_set in reversed(outputs):  # later layers first: a unit may idle because its only readers do
-        read = torch.zeros(group_set.size, dtype=torch.bool, device=next(iter(weights.values())).device)
-        for reader in group_set.readers:
-            read[reader.group_of[axes_left[reader.parameter][reader.axes[0]] & (reader.group_of >= 0)]] = True
-        for member in group_set.members:
-            if member not in group_set.readers:
-                alive = axes_left[member.parameter][member.axes[0]]
-                alive &= (member.group_of < 0) | read[member.group_of.clamp(min=0)]
-    return {name: _box(weights[of_layer[0]], axes_left[of_layer[0]]) for name, of_layer in layers.items()}
+    return KeptFractions(model, sets, outputs)(kept)
+
+
+class KeptFractions:
+    """`kept_fractions` of one network for one decision after another: where its groups are is worked out once.
+
+    The places of all axes of all parameters stand in a row; a decision is a flag for each of them.
+    """
+
+    def __init__(self, model: nn.Module, sets: Sequence[GroupSet], outputs: Sequence[GroupSet] = ()) -> None:
+        self.sets = sets
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.layers = {name: weights[0] for name, weights in layer_weights(model).items()}
+        self.starts: dict[tuple[str, int], int] = {}  # parameter and axis -> the first of its places
+        self.count = 0
+        held = {m.parameter for s in (*sets, *outputs) for m in (*s.members, *s.readers)}
+        for name in sorted(held.union(*layer_weights(model).values())):
+            for axis, size in enumerate(self.shapes[name]):
+                self.starts[name, axis] = self.count
+                self.count += size
+        parts, first = [], 0
+        for group_set in sets:
+            lines = [m for m in (*group_set.members, *group_set.readers) if len(m.axes) == 1]
+            places, groups = self._places(lines)
+            parts.append((places, groups + first))
+            first += group_set.size
+        self.places, self.groups = (torch.cat(both) for both in zip(*parts, strict=True)) if parts else (_NONE, _NONE)
+        self.grids = [(s.name, m) for s in sets for m in s.members if len(m.axes) > 1]
+        self.chain = []  # later layers first: a unit may idle because its only readers do
+        for group_set in reversed(outputs):
+            reads = {id(m) for m in group_set.readers}
+            made = self._places([m for m in group_set.members if id(m) not in reads])
+            self.chain.append((group_set.size, *self._places(group_set.readers), *made))
+        axes = [(weight, axis) for weight in self.layers.values() for axis in range(len(self.shapes[weight]))]
+        self.first = torch.tensor([self.starts[which] for which in axes], dtype=torch.int64)
+        self.last = self.first + torch.tensor([self.shapes[weight][axis] for weight, axis in axes], dtype=torch.int64)
+
+    def _places(self, members: Sequence[Member]) -> tuple[Tensor, Tensor]:
+        """Each place along the first axis of the members that belongs to a group, and this group -> (n,), (n,)."""
+        places, groups = [_NONE], [_NONE]
+        for member in members:
+            group_of = member.group_of.cpu()
+            inside = (group_of >= 0).nonzero()[:, 0]
+            places.append(inside + self.starts[member.parameter, member.axes[0]])
+            groups.append(group_of[inside])
+        return torch.cat(places), torch.cat(groups)
+
+    def __call__(self, kept: Mapping[str, Tensor]) -> dict[str, float]:
+        left = torch.ones(self.count, dtype=torch.bool)
+        if self.sets:
+            gone = ~torch.cat([kept[s.name].cpu() for s in self.sets])
+            left[self.places[gone[self.groups]]] = False
+        for name, member in self.grids:
+            group_of = member.group_of.cpu()
+            places = kept[name].cpu()[group_of.clamp(min=0)] | (group_of < 0)
+            places = places.reshape([self.shapes[member.parameter][axis] for axis in member.axes])
+            for number, axis in enumerate(member.axes):
+                start = self.starts[member.parameter, axis]
+                left[start : start + places.shape[number]] &= places.movedim(number, 0).flatten(1).any(1)
+        for size, readers, read_groups, made, made_groups in self.chain:
+            read = torch.zeros(size, dtype=torch.bool)
+            read[read_groups[left[readers]]] = True
+            left[made[~read[made_groups]]] = False
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), left.cumsum(0)])
+        counts = iter((sums[self.last] - sums[self.first]).tolist())
+        return {name: self._box(weight, left, counts) for name, weight in self.layers.items()}
+
+    def _box(self, weight: str, left: Tensor, counts: Iterator[int]) -> float:
+        """Fraction of a weight's places in the rows and columns that are left, kernel axes taken as intervals."""
+        fraction = 1.0
+        for axis, size in enumerate(self.shapes[weight]):
+            count = next(counts)
+            if axis > 1 and 0 < count < size:
+                start = self.starts[weight, axis]
+                places = left[start : start + size].nonzero()[:, 0]
+                count = int(places[-1] - places[0]) + 1
+            fraction *= count / size
+        return fraction
 
 
 def layer_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -166,16 +223,6 @@ def layer_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
             own = ("in_proj_weight",) if module.in_proj_weight is not None else PROJECTIONS
             found[name] = tuple(f"{name}.{weight}" if name else weight for weight in own)
     return found
-
-
-def _box(weight: Tensor, left: Sequence[Tensor]) -> float:
-    """Fraction of a weight's places in the rows and columns that are left, kernel axes taken as intervals."""
-    fraction = 1.0
-    for axis, alive in enumerate(left):
-        places = alive.nonzero()[:, 0]
-        count = len(places) if axis < 2 else int(places[-1] - places[0]) + 1 if len(places) else 0
-        fraction *= count / weight.shape[axis]
-    return fraction
 
 
 def modules_with_weights(model: nn.Module) -> Iterator[tuple[str, Layer]]:

@@ -327,7 +327,9 @@ def _doubts(recipe: Recipe, points: Sequence[Mapping[str, Any]], classes: int) -
 def _constants(proof: Proof) -> list[str]:
     """What became of channels that were the same for every input."""
     moved = [f"{name}: {len(gone)} constant channels moved into biases" for name, gone in proof.folded.folded.items()]
-    return moved + [f"{name}: constants of removed channels are lost: {why}" for name, why in proof.folded.lost.items()]
+    lost = [f"{name}: constants of removed channels are lost: {why}" for name, why in proof.folded.lost.items()]
+    dead = ["before fine-tuning, the slim network gives the same output for every image"] if proof.constant else []
+    return moved + lost + dead
 
 
 def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:

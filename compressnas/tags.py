@@ -8,6 +8,7 @@ channels with the reason why they must stay. So an unknown operation costs compr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _SAME = {"_to_copy", "contiguous", "dropout", "native_dropout", "zeros_like", "o
 _REDUCE = {"mean", "sum", "amax", "amin", "var", "std", "var_mean", "linalg_vector_norm", "logsumexp", "max", "min",
            "argmax", "argmin", "prod", "norm", "any", "all"}  # fmt: skip
 _ALONG = {"_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "sort", "topk", "cumprod"}
+_POINTWISE = {"hardswish", "log_sigmoid_forward", "rrelu_with_noise"}  # what torch does not tag as such
 _SPATIAL = ("pool", "upsample", "reflection_pad", "replication_pad", "grid_sampler")
 
 
@@ -254,7 +256,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resample(name, values[0], out)
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._contract(name, values, out)
-        elif torch.Tag.pointwise in func.tags:
+        elif _is_pointwise(func.overloadpacket):
             self._combine(values, out)
         elif name not in ("_local_scalar_dense", "item", "equal", "is_nonzero"):
             for value in values:
@@ -462,6 +464,15 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             else:
                 self.classes.keep_all(tags, f"parameter {name} has no axis of its channels")
+
+
+@cache
+def _is_pointwise(operation: Any) -> bool:
+    """Whether torch says of any overload, in place or not, that it works element by element."""
+    name = operation.__name__.removesuffix("_")
+    packets = (operation, getattr(torch.ops.aten, name, operation))
+    overloads = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return name in _POINTWISE or any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _dim(func: Any, args: Any, kwargs: Any, default: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from compressnas.groups import modules_with_weights
 from compressnas.layers import SelectLinear, pruned_attention
 from compressnas.tags import Follower, Trace, along, compact, varies
 
@@ -19,7 +20,10 @@ _TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_
 def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
     """Run the network once, `run(model)`, in eval mode and without gradients, and follow its channels.
 
-    The network comes back as it was. Whatever it raises is passed on.
+    Where layers are left out, it runs once more in training mode: auxiliary heads read channels only then. Their own
+    units stay, as what is proved runs in eval mode.
+
+    The network comes back as it was. Whatever it raises in eval mode is passed on.
     """
     modes = [(module, module.training) for module in model.modules()]
     follower = Follower(model)
@@ -37,6 +41,9 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
             output = run(model)
         with torch.no_grad():
             follower.reaches_output(output)
+            met = {name for name, _ in follower.axes}
+            if any(f"{name}.weight" not in met for name, _ in modules_with_weights(model)):
+                _train(follower, model, run)
             follower.finish()
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -45,6 +52,22 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
         for module, training in modes:
             module.training = training
     return follower.result
+
+
+def _train(follower: Follower, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+    """Follow the network in training mode, all but its innermost modules: norms and dropout stay as they are."""
+    before = len(follower.result.slices)
+    for module in model.modules():
+        module.training = next(module.children(), None) is not None
+    try:
+        with follower, _Layers(follower):
+            output = run(model)
+        follower.reaches_output(output)
+    except Exception:  # an auxiliary head may want a larger input: what came before it is followed all the same
+        pass
+    for one in follower.result.slices[before:]:
+        if one.role != "input":
+            follower.classes.keep_all(one.ids, "its layer runs in training only, where nothing is proved")
 
 
 class _Layers(TorchFunctionMode):

@@ -471,6 +471,17 @@ def test_an_empty_decision_is_proved_too() -> None:
         remove(model, EXAMPLE, without(conv1_out=[]), drawn_images(), remover=broken)
 
 
+def test_a_network_that_nothing_comes_through_is_compared_with_other_weights() -> None:
+    """Its outputs are the same whatever is removed."""
+    model, slim = lenet(), without(conv1_out=[3], fc1_out=[100])
+    with torch.no_grad():
+        model.get_submodule("fc1").bias.fill_(-1e3)  # no unit of it is ever above zero
+    assert remove(model, EXAMPLE, slim, drawn_images())[3].constant
+    assert not remove(lenet(), EXAMPLE, slim, drawn_images())[3].constant
+    _, _, _, proof = remove(model, EXAMPLE, slim, drawn_images(), remover=Faulty("conv1.out"))
+    assert [name for name, _ in proof.left_alone] == ["conv1.out"]
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_an_output_that_is_no_number_proves_nothing(value: float) -> None:
     model = lenet()

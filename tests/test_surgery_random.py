@@ -280,6 +280,31 @@ def test_units_that_are_outputs_are_never_removed() -> None:
     assert reasons["stem.out"] == "its units reach the output of the network"
 
 
+class Auxiliary(nn.Module):
+    """A head of its own for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = conv(3, 6), nn.Linear(6, 4)
+        self.aux = nn.Sequential(conv(6, 5, 1), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5 * 64, 4))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        y: Tensor = self.last(x.mean((2, 3)))
+        return (y, self.aux(x)) if self.training else y
+
+
+def test_a_head_that_runs_in_training_only_reads_what_is_left() -> None:
+    model, example = Auxiliary().train(), torch.randn(2, 3, 8, 8)
+    before = copy.deepcopy(model.state_dict())
+    found = find_groups(model, example)
+    assert [s.name for s in found.sets] == ["stem.out"]
+    assert "in training only" in dict(found.left_alone)["aux.0.out"]
+    small = remove(model, example, SlimArch({"stem.out": (0, 2, 5)}, {"stem.out": 6}), example)[0]
+    assert [tuple(y.shape) for y in small.train()(example)] == [(2, 4), (2, 4)]
+    assert model.training and all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def test_a_set_that_fails_its_trial_is_not_removed_as_a_consequence_of_another_decision() -> None:
     """All positions that read channel 0 go, yet the channel is also read without weights: it has to stay."""
     model = built(["zero_padded"], "mean", head_first=False, seed=0)
