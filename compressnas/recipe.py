@@ -212,12 +212,17 @@ class Train(Section):
     augment: Augments | None = Field(default=None, description="instead of data.augment, while this stage trains")
 
 
-class Finetune(Train):
-    """Training of what is left; with `distill` it learns from the dense network's outputs, too."""
+class Distilled(Section):
+    """A stage in which the network learns from the dense one, too."""
 
-    lr: float = Field(default=0.02, gt=0, le=LARGEST)
     distill: float = Field(default=0.0, ge=0, le=1, description="weight of the dense network's outputs in the loss")
     temperature: float = Field(default=3.0, gt=0, le=LARGEST, description="that softens both outputs for `distill`")
+
+
+class Finetune(Train, Distilled):
+    """Training of what is left."""
+
+    lr: float = Field(default=0.02, gt=0, le=LARGEST)
 
 
 # ---------------------------------------------------------------- methods
@@ -271,7 +276,7 @@ class Target(Section):
 TARGETS = ("flops", "params", "latency")
 
 
-class Bayes(Section):
+class Bayes(Distilled):
     """Groups whose posterior prior variance has collapsed go (BayesNAS): group Lasso with learned weights."""
 
     kind: Literal["bayes"]

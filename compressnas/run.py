@@ -19,7 +19,6 @@ from compressnas.baselines import CRITERIA, Evidence
 from compressnas.bayes.prune import Decision, bayes_prune, penalty_strengths
 from compressnas.data import DataSet, batches, load_data
 from compressnas.decide import choose
-from compressnas.distill import distillation
 from compressnas.errors import InputError
 from compressnas.export import BATCH_SIZES, Check, export_onnx, onnx_metadata
 from compressnas.files import write_whole
@@ -28,11 +27,11 @@ from compressnas.latency import interleaved, random_images
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import build_network
 from compressnas.progress import Progress
-from compressnas.recipe import Baseline, Finetune, Recipe, Target, recipe_hash, to_yaml
+from compressnas.recipe import Baseline, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Found, Proof, Removal, find_groups, masked, remove, without_selection
-from compressnas.train import Loss, Work, channels_last, cross_entropy, evaluate, fit, make_work, stage_seed
+from compressnas.train import Work, evaluate, fit, make_work, stage_seed, task_loss
 from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
@@ -79,7 +78,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     )
     if recipe.method.kind == "given" and recipe.method.fresh:
         _start_afresh(small, recipe.seed)
-    keep, loss_fn = _keeper(small, removal), _loss(recipe.finetune, dense)
+    keep, loss_fn = _keeper(small, removal), task_loss(recipe.finetune, dense)
     if keep is not None:
         keep()  # new weights are zero where the decision says so
     small = fit(small, data, recipe.finetune, work, stage="finetune", loss_fn=loss_fn, after_step=keep)
@@ -218,12 +217,6 @@ def _keeper(model: nn.Module, removal: Removal) -> Callable[[], bool] | None:
         return False
 
     return keep
-
-
-def _loss(settings: Finetune, dense: nn.Module) -> Loss:
-    if settings.distill == 0:
-        return cross_entropy
-    return distillation(channels_last(dense), settings.distill, settings.temperature)
 
 
 def _images(data: DataSet) -> Tensor:

@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from compressnas.data import DataSet, Split, batches
+from compressnas.distill import distillation
 from compressnas.errors import InputError
 from compressnas.files import write_whole
 from compressnas.progress import Progress, Step
-from compressnas.recipe import Train
+from compressnas.recipe import Distilled, Train
 
 Record = dict[str, Any]  # one line of history.jsonl
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # images (B, C, H, W), logits (B, classes), labels (B,) -> scalar
@@ -118,6 +119,13 @@ def channels_last(model: nn.Module) -> nn.Module:
 def cross_entropy(images: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     """The ordinary loss of a batch; it needs no images."""
     return F.cross_entropy(logits, labels)
+
+
+def task_loss(settings: Distilled, dense: nn.Module) -> Loss:
+    """Cross-entropy, or with `distill` its mixture with what `dense` says, as it is now."""
+    if settings.distill == 0:
+        return cross_entropy
+    return distillation(channels_last(dense), settings.distill, settings.temperature)
 
 
 def train_epoch(

@@ -24,7 +24,16 @@ from compressnas.progress import Step
 from compressnas.recipe import Bayes, Train
 from compressnas.slim import SlimArch
 from compressnas.surgery import Found, find_groups, origins, remove, same_groups
-from compressnas.train import Work, channels_last, evaluate, sgd, stage_seed, train_epoch, training_batches
+from compressnas.train import (
+    Work,
+    channels_last,
+    evaluate,
+    sgd,
+    stage_seed,
+    task_loss,
+    train_epoch,
+    training_batches,
+)
 
 STAGE = "shrink"
 LARGEST_LAM = 1e30  # empties every group in one step, and is finite in float32
@@ -167,6 +176,7 @@ class _Loop:
         self.lams = penalty_strengths(self.dense, found.sets, self.example, settings)
         self.budget = Budget.of(settings.target, self.dense, self.example)
         self.compacts = all(s.name.endswith(".out") for s in found.sets)
+        self.loss_fn = task_loss(settings, self.dense)
         self.epoch, self.reached = 0, False
         self._adopt(copy.deepcopy(self.dense), {s.name: tuple(range(s.size)) for s in found.sets}, found.sets)
 
@@ -235,7 +245,15 @@ class _Loop:
 
         place = f"{STAGE}, epoch {self.epoch + 1}"
         loss, error = train_epoch(
-            self.model, self.optimizer, iterator, self.work, place=place, step=step, after_step=after_step, show=show
+            self.model,
+            self.optimizer,
+            iterator,
+            self.work,
+            place=place,
+            step=step,
+            loss_fn=self.loss_fn,
+            after_step=after_step,
+            show=show,
         )
         return loss, error, taken
 

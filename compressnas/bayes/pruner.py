@@ -22,7 +22,9 @@ from compressnas.slim import SlimArch
 from compressnas.surgery import Proof, find_groups
 
 PROOF_SAMPLES = 16
-OF_THE_LOOP = ("kind", "epochs", "lr", "batch_size", "momentum", "weight_decay", "updates_per_epoch")
+OF_THE_LOOP = (
+    "kind", "epochs", "lr", "batch_size", "momentum", "weight_decay", "updates_per_epoch", "distill", "temperature",
+)  # fmt: skip
 
 
 class BayesPruner:

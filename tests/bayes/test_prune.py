@@ -14,7 +14,7 @@ from compressnas.progress import Progress
 from compressnas.recipe import Bayes, Curvature, Synthetic
 from compressnas.slim import SlimArch
 from compressnas.surgery import find_groups, masked, relative_difference, remove
-from compressnas.train import make_work
+from compressnas.train import Work, make_work
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def data() -> DataSet:
     return load_data(settings, seed=0)
 
 
-def shrunk(data: DataSet, **settings: Any) -> tuple[torch.nn.Module, prune.Decision]:
+def shrunk(data: DataSet, work: Work | None = None, **settings: Any) -> tuple[torch.nn.Module, prune.Decision]:
     torch.manual_seed(0)
     model = BUILDERS["lenet5"](data.shape, 3)
     curvature = Curvature(samples=16, batch_size=16)
     bayes = Bayes(kind="bayes", groups=("coupled",), batch_size=16, curvature=curvature, **settings)
-    return model, prune.bayes_prune(model, data, bayes, make_work("cpu", 0, None, Progress(quiet=True)))
+    return model, prune.bayes_prune(model, data, bayes, work or make_work("cpu", 0, None, Progress(quiet=True)))
 
 
 def test_a_layer_shrinks_to_one_unit_and_the_others_go_on(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +46,12 @@ def test_a_lam_that_outgrows_every_number_empties_all_groups_but_one(data: DataS
     _, decision = shrunk(data, epochs=3, lam=1e300, lam_growth=1e300)
     assert [len(indices) for indices in decision.slim.kept.values()] == [1, 1, 1]
     assert all(bool(p.isfinite().all()) for p in decision.model.parameters())
+
+
+def test_a_network_that_learns_from_the_dense_one_alone_starts_with_nothing_to_learn(data: DataSet) -> None:
+    work = make_work("cpu", 0, None, Progress(quiet=True))
+    shrunk(data, work, epochs=1, lam=1e-9, distill=1.0)
+    assert work.history["shrink"][0]["loss"] < 1e-3  # the labels alone would make it about log 3
 
 
 # ---------------------------------------------------------------- back to the shape of the dense network
