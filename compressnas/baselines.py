@@ -115,6 +115,22 @@ def _cut(module: nn.Module, member: Member, what: str) -> Any:
     return None
 
 
+def group_norm(model: nn.Module, example: Tensor, strength: float) -> Callable[[], None]:
+    """torch-pruning's group norm regulariser (Fang et al., DepGraph, arXiv 2301.12900, section 3.3).
+
+    Args:
+        strength: the paper's lambda.
+
+    Returns:
+        What adds the gradient of the penalty to that of the loss, as the weights are then.
+    """
+    model.eval()
+    importance = tp.importance.GroupMagnitudeImportance(normalizer=None)
+    regulariser = tp.pruner.GroupNormPruner(model, example, importance, reg=strength)
+    regulariser.update_regularizer()
+    return lambda: regulariser.regularize(model)
+
+
 def _taylor(model: nn.Module, sets: Sequence[GroupSet], evidence: Evidence) -> Scores:
     """|w dL/dw| over the coupled weights (Molchanov et al. 2019), from a few batches."""
     if evidence.data is None:

@@ -311,7 +311,7 @@ class Bayes(Distilled):
 
 
 class Baseline(Section):
-    """A criterion, one shot, from the dense network: what the others are compared with."""
+    """A criterion, from the dense network, in one step or several: what the others are compared with."""
 
     kind: Criterion
     target: Target
@@ -319,6 +319,24 @@ class Baseline(Section):
     round_to: int = Field(default=1, ge=1, description="layers keep a multiple of this many channels")
     batches: int = Field(default=16, ge=1, description="training batches that taylor reads")
     batch_size: int = Field(default=128, ge=1)
+    steps: int = Field(default=1, ge=1, description="each keeps the same fraction of what the one before kept")
+    training: Train | None = Field(
+        default=None, description="between two steps; with group_norm before the first one, too"
+    )
+    group_norm: float = Field(
+        default=0.0, ge=0, le=LARGEST, description="strength of torch-pruning's group norm regulariser in `training`"
+    )
+
+    @model_validator(mode="after")
+    def _trains_where_it_says(self) -> "Baseline":
+        rounds = self.steps > 1 or self.group_norm > 0
+        if self.training is not None and not rounds:
+            raise ValueError("training: one step trains before it with group_norm only; expected that, or steps > 1")
+        if self.group_norm > 0 and self.training is None:
+            raise ValueError("group_norm: it acts in training; expected this section, too")
+        if self.steps > 1 and self.target.kind == "latency":
+            raise ValueError("steps: expected 1 with target.latency")
+        return self
 
 
 class Given(Section):

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from compressnas import __version__
-from compressnas.baselines import CRITERIA, Evidence
+from compressnas.baselines import CRITERIA
 from compressnas.bayes.prune import Decision, bayes_prune, penalty_strengths
-from compressnas.data import DataSet, batches, load_data
-from compressnas.decide import choose
+from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
 from compressnas.export import BATCH_SIZES, Check, export_onnx, onnx_metadata
 from compressnas.files import write_whole
+from compressnas.gradual import criterion_prune
 from compressnas.groups import modules_with_weights, structure
 from compressnas.latency import interleaved, random_images
 from compressnas.measure import cost, theoretical_flops
@@ -31,7 +31,7 @@ from compressnas.recipe import Baseline, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
 from compressnas.surgery import Found, Proof, Removal, find_groups, masked, remove, without_selection
-from compressnas.train import Work, evaluate, fit, make_work, stage_seed, task_loss
+from compressnas.train import Work, evaluate, fit, make_work, task_loss
 from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
@@ -177,14 +177,7 @@ def _bayes(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, found: F
 
 def _baseline(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, _: Found | None) -> Decision:
     assert isinstance(recipe.method, Baseline)
-    settings, seed = recipe.method, stage_seed(recipe.seed, "criterion")
-    some = batches(data.train, settings.batch_size, shuffle=True, seed=seed)
-    evidence = Evidence(some, batches=settings.batches, seed=recipe.seed)
-    example = data.train[0][0][None].to(work.device)
-    slim, facts = choose(
-        dense, example, settings.kind, settings.target, None, settings.round_to, evidence, (), 1, settings.scope
-    )
-    return Decision(dense, slim, facts)
+    return criterion_prune(dense, data, recipe.method, work)
 
 
 def _given(dense: nn.Module, data: DataSet, recipe: Recipe, work: Work, _: Found | None) -> Decision:

@@ -139,6 +139,7 @@ def train_epoch(
     loss_fn: Loss = cross_entropy,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     clip: float | None = None,
+    before_step: Callable[[], None] | None = None,
     after_step: Callable[[], bool] | None = None,
     show: Mapping[str, float | int | str] | None = None,
 ) -> tuple[float, float]:
@@ -149,6 +150,7 @@ def train_epoch(
         step: moves the progress bar, once for each batch.
         loss_fn: the mean loss of a batch.
         clip: largest norm of the gradient; longer ones are scaled down to it.
+        before_step: called when the gradients are there, to change them.
         after_step: called after each optimizer step; True ends the epoch.
 
     Raises:
@@ -167,6 +169,8 @@ def train_epoch(
         work.accelerator.backward(loss)
         if clip is not None:
             work.accelerator.clip_grad_norm_(model.parameters(), clip)
+        if before_step is not None:
+            before_step()
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -236,6 +240,7 @@ def fit(
     *,
     stage: str,
     loss_fn: Loss = cross_entropy,
+    before_step: Callable[[], None] | None = None,
     after_step: Callable[[], bool] | None = None,
 ) -> nn.Module:
     """Train `model` in place for `settings.epochs` epochs, and return it.
@@ -245,6 +250,7 @@ def fit(
     Args:
         stage: names the checkpoint, the records and the bar: train, finetune.
         loss_fn: the mean loss of a batch.
+        before_step: called before each optimizer step, when the gradients are there.
         after_step: called after each optimizer step, to keep zeros zero.
     """
     if settings.augment is not None:
@@ -273,6 +279,7 @@ def fit(
                 loss_fn=loss_fn,
                 schedule=schedule,
                 clip=settings.clip,
+                before_step=before_step,
                 after_step=after_step,
             )
             error = evaluate(model, data.validation, work.device, place=place)

@@ -45,7 +45,7 @@ FLOORS = """
 
     models.lenet models.resnet models.vgg models.zoo models.factory bayes
     models bayes.prune
-    bayes.pruner
+    bayes.pruner gradual
 
     run
 
