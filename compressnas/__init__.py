@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "carry_optimizer",
-    "decide", "export_onnx", "find_groups", "load", "measure", "remove", "save",
+    "decide", "export_onnx", "find_groups", "load", "measure", "reachable", "remove", "save",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from compressnas.export import Check, export_onnx
     from compressnas.measure import Cost
     from compressnas.measure import cost as measure
+    from compressnas.reachable import reachable
     from compressnas.slim import SlimArch
     from compressnas.store import load, save
     from compressnas.surgery import Found, Proof, find_groups
@@ -47,6 +48,7 @@ else:
         "find_groups": "surgery",
         "load": "store",
         "measure": "measure:cost",
+        "reachable": "reachable",
         "remove": "api",
         "save": "store",
     }

@@ -192,6 +192,42 @@ def check(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def reachable(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Lines below the dense network's.")] = 10,
+    debug: Debug = False,
+) -> None:
+    """What the network of a recipe can cost, by the part of the channels that stays; trains nothing.
+
+    \b
+    Examples:
+      compressnas reachable lenet5_filterwise
+      compressnas reachable my.yaml --set method.round_to=8
+    """
+    from compressnas.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    from compressnas.run import reachable_by  # late: a bad recipe is told before torch is imported
+
+    lines = [("channels", "FLOPs", "of dense", "parameters", "of dense")]
+    for one in reachable_by(loaded, steps):
+        lines.append(
+            (
+                f"{one.channels:.0%}",
+                f"{one.flops:,}",
+                f"{one.flops_kept:.1%}",
+                f"{one.params:,}",
+                f"{one.params_kept:.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+    print("layers keep the same part of their channels; a target below the last line cannot be met")
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
     debug: Debug = False,

@@ -2,25 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressnas.baselines import CRITERIA, Evidence, Loss, scores
+from compressnas.baselines import CRITERIA, Evidence, Loss
 from compressnas.budget import Budget, Meter
-from compressnas.coupling import Coupling
+from compressnas.choice import Choice, choices
 from compressnas.errors import InputError
-from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs
 from compressnas.latency import Stopwatch
 from compressnas.measure import cost
 from compressnas.recipe import TARGETS, Target
 from compressnas.slim import SlimArch
-from compressnas.surgery import Found, find_groups, removed_network
+from compressnas.surgery import Found, removed_network
 
 SCOPES = ("global", "uniform")
 CLOSE = 0.02  # relative distance to a target that counts as hit
@@ -73,7 +69,7 @@ def decide(
     Raises:
         InputError: a value is out of range, the network cannot be traced, or nothing of it can be pruned.
     """
-    wanted = _wanted(target, ratio, round_to, min_channels, scope, method)
+    wanted = _wanted(target, ratio, scope, method)
     evidence = Evidence(data, loss, seed=seed)
     return choose(
         model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups
@@ -94,13 +90,7 @@ def choose(
     found: Found | None = None,
 ) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
     """What `decide` does, with the importance of every group for the report."""
-    found = found or find_groups(model, example_inputs, ("coupled",))
-    sets = [s for s in found.sets if not any(_matches(s.name, pattern) for pattern in ignore)]
-    if not sets:
-        raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")
-    importance = scores(method, model, sets, evidence)
-    floors = {s.name: min(_least(s, min_channels, round_to), s.size) for s in sets}
-    choice = _Choice(sets, importance, floors, round_to, found.coupled)
+    choice = choices(model, example_inputs, method, evidence, round_to, ignore, min_channels, found)
     origin: dict[str, str | int | float] = {
         "method": method,
         "scope": scope,
@@ -110,19 +100,17 @@ def choose(
     if wanted is None:
         assert ratio is not None
         alive = choice.best(choice.nearest(1 - ratio))
-        origin |= {"ratio": ratio, "reached_ratio": 1 - _channels(sets, alive) / sum(s.size * _units(s) for s in sets)}
+        origin |= {"ratio": ratio, "reached_ratio": 1 - choice.channels(alive) / choice.channels(choice.everything())}
     else:
         find = _to_latency if wanted.kind == "latency" else _to_budget
         alive, kind, limit, reached = find(model, example_inputs, choice, wanted, scope)
         origin |= {f"target_{kind}": limit, f"reached_{kind}": reached}
     kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
-    facts = {s.name: {"kind": s.kind, "size": s.size, "norm": importance[s.name].tolist()} for s in sets}
-    return SlimArch(kept, {s.name: s.size for s in sets}, origin), facts
+    facts = {s.name: {"kind": s.kind, "size": s.size, "norm": choice.importance[s.name].tolist()} for s in choice.sets}
+    return SlimArch(kept, {s.name: s.size for s in choice.sets}, origin), facts
 
 
-def _wanted(
-    target: Mapping[str, float] | None, ratio: float | None, round_to: int, least: int, scope: str, method: str
-) -> Target | None:
+def _wanted(target: Mapping[str, float] | None, ratio: float | None, scope: str, method: str) -> Target | None:
     if (target is None) == (ratio is None):
         raise InputError(f"expected exactly one of target and ratio, got target={target}, ratio={ratio}")
     if ratio is not None and not 0 <= ratio < 1:
@@ -131,9 +119,6 @@ def _wanted(
         raise InputError(f"method {method!r}: expected one of {', '.join(CRITERIA)}")
     if scope not in SCOPES:
         raise InputError(f"scope {scope!r}: expected one of {', '.join(SCOPES)}")
-    for name, count in (("round_to", round_to), ("min_channels", least)):
-        if count < 1:
-            raise InputError(f"{name} {count}: expected a whole number of at least 1")
     if target is None:
         return None
     if len(target) != 1 or not set(target) <= set(TARGETS):
@@ -144,103 +129,14 @@ def _wanted(
     return Target(**{kind: float(value)})
 
 
-def _matches(name: str, pattern: str) -> bool:
-    layer = name.partition(":")[0].removesuffix(".out")
-    return fnmatchcase(name, pattern) or fnmatchcase(layer, pattern)
-
-
-def _units(group_set: GroupSet) -> int:
-    """How many channels of its own layer go with one group."""
-    return max(1, int((group_set.members[0].group_of >= 0).sum()) // group_set.size)
-
-
-def _least(group_set: GroupSet, channels: int, round_to: int) -> int:
-    """The fewest groups that hold this many channels, or one multiple of round_to."""
-    return max(1, math.ceil(max(channels, min(round_to, group_set.size * _units(group_set))) / _units(group_set)))
-
-
-def _channels(sets: Sequence[GroupSet], alive: Mapping[str, Tensor]) -> int:
-    return sum(int(alive[s.name].sum()) * _units(s) for s in sets)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The groups there are, how they rank, and how they may be counted."""
-
-    sets: Sequence[GroupSet]
-    importance: Mapping[str, Tensor]
-    floors: Mapping[str, int]
-    round_to: int
-    coupled: Coupling | None
-
-    def rounded(self, group_set: GroupSet, count: float) -> int:
-        """A number of groups that makes a multiple of `round_to` channels; all of them where there are fewer."""
-        step = self.step(group_set)
-        return int(min(max(round(count / step) * step, self.floors[group_set.name]), group_set.size))
-
-    def step(self, group_set: GroupSet) -> int:
-        return max(1, self.round_to // math.gcd(self.round_to, _units(group_set)))
-
-    def best(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
-        """The most important groups of each set -> (G,) bool. Every layer keeps something to read."""
-        alive = {}
-        for s in self.sets:
-            ranked = self.ranked[s.name]
-            alive[s.name] = torch.zeros(s.size, dtype=torch.bool, device=ranked.device)
-            alive[s.name][ranked[: counts[s.name]]] = True
-            _keep_readable(self.lonely[s.name], alive[s.name], ranked)
-        return alive
-
-    @cached_property
-    def ranked(self) -> dict[str, Tensor]:
-        """Group set -> (G,) its groups, the most important first."""
-        return {s.name: self.importance[s.name].argsort(descending=True, stable=True) for s in self.sets}
-
-    @cached_property
-    def lonely(self) -> dict[str, list[Member]]:
-        """Group set -> members that have some of its groups and nothing else: a layer that these alone feed or make."""
-        return {
-            s.name: [m for m in s.members if bool((m.group_of >= 0).all()) and len(set(m.group_of.tolist())) < s.size]
-            for s in self.sets
-        }
-
-    def uniform(self, fraction: float) -> dict[str, int]:
-        """How many groups of each set are this fraction of it."""
-        return {s.name: self.rounded(s, fraction * s.size) for s in self.sets}
-
-    def nearest(self, fraction: float) -> dict[str, int]:
-        """`uniform`, with sets rounded the other way where all together are then nearer to the fraction.
-
-        Else a small step with wide rounding would remove nothing, as often as it is taken.
-        """
-        counts = self.uniform(fraction)
-        off = {s.name: (counts[s.name] - fraction * s.size) * _units(s) for s in self.sets}
-        total = sum(off.values())
-        sign = 1 if total > 0 else -1
-        for s in sorted(self.sets, key=lambda s: sign * off[s.name] / (self.step(s) * _units(s)), reverse=True):
-            other = self.rounded(s, counts[s.name] - sign * self.step(s))
-            change = (other - counts[s.name]) * _units(s)
-            if sign * off[s.name] > 0 and abs(total + change) < abs(total):
-                counts[s.name], total = other, total + change
-        return counts
-
-
-def _keep_readable(lonely: Sequence[Member], alive: Tensor, ranked: Tensor) -> None:
-    """Each layer that makes or reads units of this set alone keeps its best one: an empty layer cuts the network."""
-    for member in lonely:
-        if not bool(alive[member.group_of].any()):
-            inside = set(member.group_of.tolist())
-            alive[next(g for g in ranked.tolist() if g in inside)] = True
-
-
 def _to_budget(
-    model: nn.Module, example: Inputs, choice: _Choice, wanted: Target, scope: str
+    model: nn.Module, example: Inputs, choice: Choice, wanted: Target, scope: str
 ) -> tuple[dict[str, Tensor], str, float, float]:
     """Solve for the budget, look at what the network then really costs, and solve again for what was off."""
     dense = cost(model, example)
     kind, limit = wanted.limit({"flops": dense.flops, "params": dense.params})
     meter = Budget(kind, limit).meter(model, choice.sets, example, choice.coupled)
-    everything = meter({s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets})
+    everything = meter(choice.everything())
     solve = {"global": _global, "uniform": _uniform}[scope]
     goal = limit * everything / float(getattr(dense, kind))
     best: tuple[float, dict[str, Tensor], float] | None = None
@@ -258,7 +154,7 @@ def _to_budget(
 
 
 def _to_latency(
-    model: nn.Module, example: Inputs, choice: _Choice, wanted: Target, scope: str
+    model: nn.Module, example: Inputs, choice: Choice, wanted: Target, scope: str
 ) -> tuple[dict[str, Tensor], str, float, float]:
     """FLOPs are set until ONNX Runtime is as fast as asked: latency goes about as a power of them."""
     best: tuple[float, dict[str, Tensor], float, float] | None = None
@@ -282,7 +178,7 @@ def _to_latency(
     return best[1], "latency", best[2], best[3]
 
 
-def _bisected(counts: Callable[[float], dict[str, int]], choice: _Choice, meter: Meter, limit: float) -> dict[str, int]:
+def _bisected(counts: Callable[[float], dict[str, int]], choice: Choice, meter: Meter, limit: float) -> dict[str, int]:
     """The largest knob in 0..1 whose network costs at most `limit`."""
     low, high = 0.0, 1.0
     for _ in range(30):
@@ -291,13 +187,13 @@ def _bisected(counts: Callable[[float], dict[str, int]], choice: _Choice, meter:
     return counts(low)
 
 
-def _uniform(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
+def _uniform(choice: Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
     return choice.best(_filled(choice, meter, limit, _bisected(choice.uniform, choice, meter, limit)))
 
 
-def _global(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
+def _global(choice: Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
     """Groups in order of importance (relative to their set) per cost (relative to the mean of all groups)."""
-    whole = {s.name: torch.ones(s.size, dtype=torch.bool) for s in choice.sets}
+    whole = choice.everything()
     total = meter(whole)
     worth: dict[str, Tensor] = {}
     for s in choice.sets:
@@ -315,7 +211,7 @@ def _global(choice: _Choice, meter: Meter, limit: float) -> dict[str, Tensor]:
     return choice.best(_filled(choice, meter, limit, _bisected(counts, choice, meter, limit)))
 
 
-def _filled(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
+def _filled(choice: Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
     """Give back what rounding left over: one step at a time, the best next groups first, while it fits."""
     counts = dict(counts)
     sorted_worth = {s.name: choice.importance[s.name].sort(descending=True).values for s in choice.sets}
@@ -334,7 +230,7 @@ def _filled(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int])
     return _exchanged(choice, meter, limit, counts)
 
 
-def _exchanged(choice: _Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
+def _exchanged(choice: Choice, meter: Meter, limit: float, counts: dict[str, int]) -> dict[str, int]:
     """Come nearer to the limit by trading: one step more of one set for some steps less of another.
 
     Where the groups of a small network are large, no single one fits into what is left.

@@ -27,6 +27,7 @@ from compressnas.latency import interleaved, random_images
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import build_network
 from compressnas.progress import Progress
+from compressnas.reachable import Reachable, reachable
 from compressnas.recipe import Baseline, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
@@ -99,6 +100,13 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     for doubt in doubts:
         progress.say(f"note: {doubt}")
     return out
+
+
+def reachable_by(recipe: Recipe, steps: int = 10) -> tuple[Reachable, ...]:
+    """What the network of a recipe can cost when whole channels go; nothing is trained or written."""
+    data = load_data(recipe.data, recipe.seed)
+    dense = _untrained(recipe, data).eval()
+    return reachable(dense, data.train[0][0][None], getattr(recipe.method, "round_to", 1), steps=steps)
 
 
 # ---------------------------------------------------------------- the steps

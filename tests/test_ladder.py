@@ -40,7 +40,8 @@ FLOORS = """
 
     surgery data plots
     train report baselines api carry
-    decide
+    choice
+    decide reachable
     weights
 
     models.lenet models.resnet models.vgg models.zoo models.factory bayes

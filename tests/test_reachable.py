@@ -1,0 +1,64 @@
+"""What a network can cost, before anything is trained."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import compressnas as cn
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 12, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5)
+    )
+
+
+EXAMPLE = torch.randn(2, 3, 8, 8)
+
+
+def test_from_everything_to_the_least() -> None:
+    model = network()
+    lines = cn.reachable(model, EXAMPLE, steps=4)
+    dense = cn.measure(model, EXAMPLE)
+    assert [line.asked for line in lines] == [1, 0.75, 0.5, 0.25, 0]
+    first, *_, last = lines
+    assert (first.channels, first.flops, first.params) == (1, dense.flops, dense.params)
+    assert first.flops_kept == first.params_kept == 1
+    assert all(a.flops > b.flops and a.params > b.params for a, b in zip(lines, lines[1:], strict=False))
+    assert last.channels == 2 / 32  # one channel of each layer
+    halved = cn.remove(model, EXAMPLE, cn.decide(model, EXAMPLE, ratio=0.5))[0]
+    assert lines[2].flops == cn.measure(halved, EXAMPLE).flops
+
+
+def test_a_target_at_the_last_line_is_met_and_one_below_is_not() -> None:
+    model = network()
+    least = cn.reachable(model, EXAMPLE, round_to=4, min_channels=5)[-1]
+    for part, met in ((1.0, True), (0.9, False)):
+        target = {"flops": least.flops * part}
+        slim = cn.decide(model, EXAMPLE, target=target, round_to=4, min_channels=5)
+        assert float(slim.origin["reached_flops"]) == least.flops and (least.flops <= target["flops"]) == met
+
+
+def test_what_is_left_alone_stays() -> None:
+    last = cn.reachable(network(), EXAMPLE, ignore=["0"])[-1]
+    assert last.channels == 1 / 12
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(cn.InputError, match="steps 0"):
+        cn.reachable(network(), EXAMPLE, steps=0)
+    with pytest.raises(cn.InputError, match="round_to 0"):
+        cn.reachable(network(), EXAMPLE, round_to=0)
+
+
+def test_the_command_prints_a_table() -> None:
+    command = [sys.executable, "-m", "compressnas", "reachable", "lenet5_filterwise", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    heads, *lines, note = done.stdout.splitlines()
+    assert heads.split()[:2] == ["channels", "FLOPs"] and [line.split()[0] for line in lines][:2] == ["100%", "50%"]
+    assert lines[0].split()[1] == "2,293,000" and "cannot be met" in note
