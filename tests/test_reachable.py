@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_from_everything_to_the_least() -> None:
     first, *_, last = lines
     assert (first.channels, first.flops, first.params) == (1, dense.flops, dense.params)
     assert first.flops_kept == first.params_kept == 1
-    assert all(a.flops > b.flops and a.params > b.params for a, b in zip(lines, lines[1:], strict=False))
+    assert all(a.flops > b.flops and a.params > b.params for a, b in pairwise(lines))
     assert last.channels == 2 / 32  # one channel of each layer
     halved = cn.remove(model, EXAMPLE, cn.decide(model, EXAMPLE, ratio=0.5))[0]
     assert lines[2].flops == cn.measure(halved, EXAMPLE).flops
