@@ -31,6 +31,10 @@ class Choice:
         """How many channels of all sets stay, of (G,) bool for each."""
         return sum(int(alive[s.name].sum()) * units(s) for s in self.sets)
 
+    def all_channels(self, of: Mapping[str, int]) -> int:
+        """How many channels all sets have, or had when they were `of` groups."""
+        return sum(of.get(s.name, s.size) * units(s) for s in self.sets)
+
     def everything(self) -> dict[str, Tensor]:
         """(G,) True for each set: nothing is removed."""
         return {s.name: torch.ones(s.size, dtype=torch.bool) for s in self.sets}
@@ -70,13 +74,13 @@ class Choice:
         """How many groups of each set are this fraction of it."""
         return {s.name: self.rounded(s, fraction * s.size) for s in self.sets}
 
-    def nearest(self, fraction: float) -> dict[str, int]:
-        """`uniform`, with sets rounded the other way where all together are then nearer to the fraction.
-
-        Else a small step with wide rounding would remove nothing, as often as it is taken.
+    def nearest(self, fraction: float, of: Mapping[str, int]) -> dict[str, int]:
+        """This fraction of `of` (or else of what there is) of each set, rounded up or down so that all together come
+        nearest to it.
         """
-        counts = self.uniform(fraction)
-        off = {s.name: (counts[s.name] - fraction * s.size) * units(s) for s in self.sets}
+        asked = {s.name: fraction * of.get(s.name, s.size) for s in self.sets}
+        counts = {s.name: self.rounded(s, asked[s.name]) for s in self.sets}
+        off = {s.name: (counts[s.name] - asked[s.name]) * units(s) for s in self.sets}
         total = sum(off.values())
         sign = 1 if total > 0 else -1
         for s in sorted(self.sets, key=lambda s: sign * off[s.name] / (self.step(s) * units(s)), reverse=True):

@@ -41,6 +41,7 @@ def decide(
     scope: str = "global",
     seed: int = 0,
     groups: Found | None = None,
+    ratio_of: Mapping[str, int] | None = None,
 ) -> SlimArch:
     """Choose which channels stay.
 
@@ -62,6 +63,8 @@ def decide(
             fraction of every layer.
         seed: for `random`.
         groups: what `find_groups(model, example_inputs)` gave, where it was called already; it is not called again.
+        ratio_of: for several steps with `ratio`: the `sizes` of the first decision. Then each step says what part of
+            the dense network's channels has gone after it, and rounding does not add up.
 
     Returns:
         The decision; `origin` says what was asked and what the network will cost.
@@ -70,9 +73,11 @@ def decide(
         InputError: a value is out of range, the network cannot be traced, or nothing of it can be pruned.
     """
     wanted = _wanted(target, ratio, scope, method)
+    if ratio is None and ratio_of is not None:
+        raise InputError("ratio_of: expected only with ratio")
     evidence = Evidence(data, loss, seed=seed)
     return choose(
-        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups
+        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups, ratio_of
     )[0]
 
 
@@ -88,6 +93,7 @@ def choose(
     min_channels: int,
     scope: str,
     found: Found | None = None,
+    ratio_of: Mapping[str, int] | None = None,
 ) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
     """What `decide` does, with the importance of every group for the report."""
     choice = choices(model, example_inputs, method, evidence, round_to, ignore, min_channels, found)
@@ -99,8 +105,8 @@ def choose(
     }
     if wanted is None:
         assert ratio is not None
-        alive = choice.best(choice.nearest(1 - ratio))
-        origin |= {"ratio": ratio, "reached_ratio": 1 - choice.channels(alive) / choice.channels(choice.everything())}
+        alive = choice.best(choice.nearest(1 - ratio, ratio_of or {}))
+        origin |= {"ratio": ratio, "reached_ratio": 1 - choice.channels(alive) / choice.all_channels(ratio_of or {})}
     else:
         find = _to_latency if wanted.kind == "latency" else _to_budget
         alive, kind, limit, reached = find(model, example_inputs, choice, wanted, scope)

@@ -59,7 +59,7 @@ def reachable(
     if steps < 1:
         raise InputError(f"steps {steps}: expected a whole number of at least 1")
     choice = choices(model, example_inputs, "magnitude", Evidence(), round_to, ignore, min_channels, groups)
-    dense, all_channels = cost(model, example_inputs), choice.channels(choice.everything())
+    dense, all_channels = cost(model, example_inputs), choice.all_channels({})
     lines = []
     for step in range(steps, -1, -1):
         alive = choice.best(choice.uniform(step / steps))

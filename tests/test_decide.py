@@ -68,6 +68,19 @@ def test_rounded_widths_and_floors(scope: str) -> None:
     assert all(m.weight.shape[0] >= 20 for m in small.modules() if isinstance(m, nn.Conv2d))
 
 
+@pytest.mark.parametrize("round_to", [1, 4, 8])
+def test_several_steps_come_where_one_does(round_to: int) -> None:
+    """Rounded to 8, a third of the way is nearer to nothing than to 8 of 24 channels; three of them are 8."""
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval()
+    model(IMAGE)
+    at_once = decide(model, IMAGE, ratio=0.3, round_to=round_to)
+    for step in (1, 2, 3):
+        slim = decide(model, IMAGE, ratio=0.1 * step, round_to=round_to, ratio_of=at_once.sizes)
+        model = remove(model, IMAGE, slim, IMAGE)[0]
+    assert next(model.parameters()).shape[0] == len(at_once.kept["0.out"])
+    assert slim.origin["reached_ratio"] == at_once.origin["reached_ratio"]
+
+
 @pytest.mark.parametrize("method", CRITERIA)
 def test_each_criterion_removes_the_ratio_it_is_asked_for(method: str) -> None:
     _, slim = pruned(method=method, ratio=0.25, data=batches())
@@ -154,6 +167,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ratio": 0.5, "method": "magic"}, "expected one of magnitude"),
     ({"ratio": 0.5, "scope": "local"}, "expected one of global, uniform"),
     ({"ratio": 0.5, "round_to": 0}, "at least 1"),
+    ({"target": {"flops": 0.5}, "ratio_of": {}}, "only with ratio"),
     ({"ratio": 0.5, "method": "taylor"}, "expected data="),
     ({"ratio": 0.5, "method": "taylor", "data": []}, "holds no batch"),
 ]
