@@ -108,7 +108,12 @@ def _constants(model: nn.Module, example: Inputs, read: set[str]) -> dict[str, T
     network = copy.deepcopy(model).double().eval()
     values: dict[str, Tensor] = {}
     for name in read:
-        module = network.get_submodule(name.rpartition(".")[0])
+        path = name.rpartition(".")[0]
+        module = network.get_submodule(path)
+        attention = network.get_submodule(path.rpartition(".")[0])
+        if isinstance(attention, nn.MultiheadAttention) and module is attention.out_proj:
+            values[name] = _of_heads(attention)  # which reads the weight of this layer, and never calls it
+            continue
 
         def note(layer: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
             tensor = arguments[0]
@@ -127,7 +132,19 @@ def _constants(model: nn.Module, example: Inputs, read: set[str]) -> dict[str, T
         call(network, drawn(double(example), torch.Generator().manual_seed(0)))
     finally:
         torch.set_default_dtype(before)
-    return values
+    missing = read - values.keys()  # read by something else than their layers, or not at all
+    return values | {name: torch.full((weights_of(model)[name].shape[1],), torch.nan).double() for name in missing}
+
+
+def _of_heads(attention: nn.MultiheadAttention) -> Tensor:
+    """What the heads give where their values are the same at all positions: these, as what attends sums to 1."""
+    if attention.in_proj_weight is not None:
+        weight = attention.in_proj_weight.chunk(3)[2]
+    else:
+        assert attention.v_proj_weight is not None
+        weight = attention.v_proj_weight
+    bias = weight.new_zeros(len(weight)) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)[2]
+    return torch.where((weight == 0).all(1), bias, torch.nan).cpu()
 
 
 def _unfit(layer: nn.Module, member: Member) -> str | None:

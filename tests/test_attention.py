@@ -65,6 +65,26 @@ def test_heads_go_step_by_step_are_proved_saved_and_exported(name: str, tmp_path
         assert cn.export_onnx(small, example, f"{tmp_path}/model.onnx").max_abs_diff < 1e-5  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["self", "encoder", "without bias", "sequence first"])
+def test_heads_without_weights_leave_their_constant_behind(name: str) -> None:
+    """The values of an emptied head are its bias, at every position: attention passes that on to the output."""
+    model, example = examples()[name]
+    with torch.no_grad():
+        for attention in [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]:
+            assert attention.in_proj_weight is not None
+            attention.in_proj_weight.reshape(3, HEADS, -1)[:, 1] = 0
+            if attention.in_proj_bias is not None:
+                nn.init.normal_(attention.in_proj_bias)
+    sizes = {
+        s.name: s.size for s in cn.find_groups(model, example).sets if s.name.endswith("attend.out") or s.size == HEADS
+    }  # type: ignore[arg-type]
+    slim = cn.SlimArch(dict.fromkeys(sizes, (0, 2, 3)), sizes)
+    small, proof = cn.remove(model, example, slim)  # type: ignore[arg-type]
+    assert proof.verdict == "equal" and not proof.folded.lost
+    assert set(proof.folded.folded) == ({} if name == "without bias" else sizes).keys()
+    torch.testing.assert_close(call(small.eval(), example), call(model.eval(), example), rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["flops", "params"])
 def test_budgets_count_heads(kind: str) -> None:
     model, example = examples()["encoder"]

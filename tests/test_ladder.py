@@ -39,7 +39,7 @@ FLOORS = """
     runfolder latency predict budget store folding
 
     surgery data plots
-    train report baselines api carry
+    train report baselines api carry gauge
     choice
     decide reachable
     weights

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
-from compressnas.budget import Budget, Meter, fewest
+from compressnas.budget import Budget
 from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
 from compressnas.errors import InputError
+from compressnas.gauge import Gauge
 from compressnas.groups import GroupSet, group_sizes, kept_fractions, layer_weights, norms, weights_of
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
@@ -97,8 +98,8 @@ def grown(lams: Mapping[str, float], growth: float, times: float) -> dict[str, f
     return {name: min(lam * factor, LARGEST_LAM) for name, lam in lams.items()}
 
 
-def settled(prior: GroupPrior, meter: Meter, limit: float, settings: Bayes) -> tuple[dict[str, Tensor], bool]:
-    """What stays: what the rule keeps, and if that costs more than `limit`, only the best of it by gamma per cost.
+def settled(prior: GroupPrior, gauge: Gauge, settings: Bayes) -> tuple[dict[str, Tensor], bool]:
+    """What stays: what the rule keeps, and if that costs more than it may, only the best of it by gamma per cost.
 
     Returns:
         Group set -> (G,) bool on the CPU, and whether the rule alone was enough.
@@ -106,10 +107,10 @@ def settled(prior: GroupPrior, meter: Meter, limit: float, settings: Bayes) -> t
     kept = prior.kept(settings.rule, settings.threshold)
     gamma = {name: value.cpu() for name, value in prior.gamma.items()}
     alive = {name: _flags(indices, gamma[name]) for name, indices in kept.items()}
-    if meter(alive) <= limit:
+    if gauge.met(alive):
         return alive, True
     scores = {name: gamma[name] / gamma[name][flags].mean() for name, flags in alive.items()}  # layers differ in scale
-    return fewest(meter, alive, scores, limit), False
+    return gauge.fewest(alive, scores), False
 
 
 def expanded(dense: nn.Module, small: nn.Module, example: Inputs, slim: SlimArch) -> nn.Module:
@@ -189,7 +190,7 @@ class _Loop:
         self.sets = tuple(sets or same_groups(self.model, self.example, self.settings.groups, origin))
         samples, scale = len(self.data.train), self.settings.curvature_scale
         self.prior = GroupPrior(self.model, self.sets, self.lams, scale, samples)
-        self.meter = self.budget.meter(self.model, self.sets, self.example)
+        self.gauge = Gauge(self.budget, self.model, self.sets, self.example)
         sgd_settings = self.settings.model_dump(include={"lr", "batch_size", "momentum", "weight_decay", "epochs"})
         self.optimizer = sgd(self.model, Train(**sgd_settings))
 
@@ -240,7 +241,7 @@ class _Loop:
             taken += 1
             self.prior.shrink(self.settings.lr)
             show["groups_alive"] = self._groups_alive()
-            self.reached = has_target and self.meter(self.prior.alive) <= self.budget.limit
+            self.reached = has_target and self.gauge.met(self.prior.alive)
             return self.reached or taken == steps
 
         place = f"{STAGE}, epoch {self.epoch + 1}"
@@ -313,7 +314,7 @@ class _Loop:
         """What stays, in the numbers of the dense network, and the dense network with the weights it ended on."""
         settings = self.settings
         notes = [f"{name} is left alone: {reason}" for name, reason in self.left_alone]
-        alive, reached = settled(self.prior, self.meter, self.budget.limit, settings)
+        alive, reached = settled(self.prior, self.gauge, settings)
         if not reached:
             notes.append(
                 "the target was not reached while shrinking: the rest went by gamma (over the mean of its set) per cost"

@@ -15,6 +15,7 @@ from compressnas.budget import Budget
 from compressnas.coupling import one_line
 from compressnas.errors import InputError
 from compressnas.faults import faults_of
+from compressnas.gauge import Gauge
 from compressnas.inputs import Inputs, map_tensors
 from compressnas.interface import samples, take
 from compressnas.recipe import Bayes
@@ -85,7 +86,7 @@ class BayesPruner:
             raise InputError(f"nothing can be pruned: {'; '.join(f'{n}: {r}' for n, r in self.left_alone)}")
         self._lams = penalty_strengths(twin, sets, self._example, self.settings)
         budget = Budget.of(self.settings.target, twin, self._example)
-        self._limit, self._meter = budget.limit, budget.meter(twin, sets, self._example)
+        self._gauge = Gauge(budget, twin, sets, self._example)
         self._prior = GroupPrior(self.model, sets, self._lams, self.settings.curvature_scale, samples=1)
         self._generator, self._seed, self._updates = torch.Generator().manual_seed(seed), seed, 0
         self._proof_inputs: Any = None  # until there are real ones
@@ -179,14 +180,14 @@ class BayesPruner:
         Raises:
             InputError: the target is not reached, and there was no update that could tell what to remove.
         """
-        alive, enough = settled(self._prior, self._meter, self._limit, self.settings)
+        alive, enough = settled(self._prior, self._gauge, self.settings)
         if not enough and self._updates == 0:
             raise InputError("the target is not reached, and without update(loader) nothing tells what else may go")
         kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
         origin: dict[str, str | int | float] = {"method": "bayes", "seed": self._seed, "lam": self.settings.lam}
         origin |= {"groups": ", ".join(self.settings.groups), "rule": self.settings.rule}
         origin |= {"updates": self._updates, "reached_while_shrinking": enough}
-        origin |= {"within_target": self._meter(alive) <= self._limit}  # every set keeps a group, which may be too many
+        origin |= {"within_target": self._gauge.met(alive)}  # every set keeps a group, which may be too many
         return SlimArch(kept, {s.name: s.size for s in self._prior.sets}, origin)
 
     def finish(self) -> tuple[nn.Module, Proof]:
@@ -208,7 +209,7 @@ class BayesPruner:
     def _met(self) -> bool:
         """Whether what is alive costs no more than the target; never without one."""
         alive = {name: flags.cpu() for name, flags in self._prior.alive.items()}
-        return self.settings.target is not None and self._meter(alive) <= self._limit
+        return self.settings.target is not None and self._gauge.met(alive)
 
     def _rates(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """Group set -> the learning rate of the layer that makes its units."""
