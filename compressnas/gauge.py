@@ -41,18 +41,33 @@ class Gauge:
         read = self.meter(alive)
         if read > self.goal:
             return False
-        real = self._cost(removed_network(self._model, self._example, self._sets, alive))
+        real = self.cost(removed_network(self._model, self._example, self._sets, alive))
         if real > self.limit:
-            self.goal = read - read * max((1 - self.limit / real) * CAUTION, STEP)
+            self.goal = _lowered(read, real, self.limit)
         return real <= self.limit
 
-    def fewest(self, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Without the groups of the lowest score per cost, so that the limit is met, or as near as can be."""
+    def fewest(
+        self, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float | None = None
+    ) -> dict[str, Tensor]:
+        """Without the groups of the lowest score per cost, so that the limit is met, or as near as can be.
+
+        `limit` takes the place of the budget's, where that is not to be met yet.
+        """
+        limit = self.limit if limit is None else limit
+        goal = limit
         for _ in range(CORRECTIONS):
-            left = fewest(self.meter, alive, scores, self.goal)
-            if self.met(left):
+            left = fewest(self.meter, alive, scores, goal)
+            real = self.cost(removed_network(self._model, self._example, self._sets, left))
+            if real <= limit:
                 break
+            goal = _lowered(self.meter(left), real, limit)
         return left
 
-    def _cost(self, network: nn.Module) -> float:
+    def cost(self, network: nn.Module) -> float:
+        """What a network costs, in the budget's kind."""
         return float(getattr(cost(network, self._example), self.kind))
+
+
+def _lowered(read: float, real: float, limit: float) -> float:
+    """What a meter may read next, when a network at which it reads `read` costs `real`, more than the limit."""
+    return read - read * max((1 - limit / real) * CAUTION, STEP)

@@ -289,6 +289,11 @@ class Bayes(Distilled):
         default={}, description="factors on lam by pattern of the group set's name, such as {fc1.*: 2}"
     )
     lam_growth: float = Field(default=1.0, ge=1, description="factor on lam in each epoch, until the target is met")
+    control: Literal["lam", "budget"] = Field(
+        default="lam",
+        description="what sets the pace: lam; or the target, evenly over the epochs: after each variance update the "
+        "units with the least evidence per cost fade out",
+    )
     epochs: int = Field(default=12, ge=1)
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
@@ -307,6 +312,10 @@ class Bayes(Distilled):
     def _counts(self) -> "Bayes":
         if self.target is not None and self.target.kind == "latency":
             raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
+        if self.control == "budget" and self.target is None:
+            raise ValueError("control: budget needs a target; expected this section, too")
+        if self.control == "budget" and {"column", "shape"} & set(self.groups):
+            raise ValueError("control: budget is for whole units; expected groups of filter, row or coupled")
         return self
 
 

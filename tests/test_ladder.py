@@ -34,6 +34,7 @@ PACKAGE = Path(compressnas.__file__).parent
 FLOORS = """
     compressnas errors yaml_text augment distill inputs layers progress
     files faults groups tags interface bayes.variance bayes.penalty bayes.curvature
+    bayes.switches
     tracing
     slim recipe export measure coupling bayes.prior
     runfolder latency predict budget store folding
@@ -86,6 +87,7 @@ TENSORS_ONLY = (
     "bayes.variance",
     "bayes.penalty",
     "bayes.curvature",
+    "bayes.switches",
     "bayes.prior",
 )
 

@@ -94,6 +94,35 @@ class GroupPrior:
                 self.omega[name], self.gamma[name], self.alive[name] = omega, torch.where(living, gamma, 0.0), living
         self.shrink(0.0)  # empties what was found dead
 
+    @torch.no_grad()
+    def update_switches(self, curvature: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A variance update of one switch for each group, at 1 where the group is there -> evidence, set -> (G,).
+
+        The prior variance of a switch, and with it that of its group, collapses to 0 where the data hold it with a
+        precision of at most 1.
+
+        Args:
+            curvature: group set -> (G,), of the mean loss in the switches.
+        """
+        evidence = {}
+        for name, value in curvature.items():
+            precision = variance.scaled_curvature(value, self.lams[name], self.scale, self.samples)
+            gamma = variance.switch_gamma(precision)
+            self.gamma[name] = torch.where(self.alive[name], gamma.to(self.gamma[name]), 0.0)
+            self.omega[name] = variance.omega_from_slopes(variance.slope(gamma, precision)).to(self.omega[name])
+            evidence[name] = variance.switch_evidence(precision)
+        return evidence
+
+    @torch.no_grad()
+    def fade(self, factors: Mapping[str, Tensor]) -> None:
+        """Scale what reads each group, group set -> (G,) factors; where it is 0 the group is emptied."""
+        weights = weights_of(self.model)
+        for group_set in self.sets:
+            own = factors[group_set.name].to(self.gamma[group_set.name])
+            scale_groups(group_set.readers, weights, own)
+            self.alive[group_set.name] &= own > 0
+        self.shrink(0.0)
+
     def _held(self, group_set: GroupSet, weights: Mapping[str, Tensor], curvature: Mapping[str, Tensor]) -> Tensor:
         """(G,) bool: some weight that is not zero has curvature."""
         names = {member.parameter for member in group_set.members}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
+from compressnas.bayes.switches import switch_curvature
 from compressnas.budget import Budget
 from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
@@ -179,6 +180,7 @@ class _Loop:
         self.compacts = all(s.name.endswith(".out") for s in found.sets)
         self.loss_fn = task_loss(settings, self.dense)
         self.epoch, self.reached = 0, False
+        self.going: dict[str, Tensor] = {}  # group set -> (G,) bool: what fades in this round
         self._adopt(copy.deepcopy(self.dense), {s.name: tuple(range(s.size)) for s in found.sets}, found.sets)
 
     def _adopt(
@@ -211,8 +213,11 @@ class _Loop:
         started, work, steps = time.perf_counter(), self.work, len(loader)
         iterator, taken, losses, errors = iter(loader), 0, 0.0, 0.0
         while taken < steps and not self.reached:
-            self._update(taken / steps)
             round_steps = min(-(-steps // self.settings.updates_per_epoch), steps - taken)
+            if self.settings.control == "budget":
+                self._choose_next(taken / steps, (taken + round_steps) / steps)
+            else:
+                self._update(taken / steps)
             loss, error, count = self._one_round(iterator, round_steps, step)
             taken, losses, errors = taken + count, losses + loss * count, errors + error * count
             if self.compacts:
@@ -239,7 +244,11 @@ class _Loop:
         def after_step() -> bool:
             nonlocal taken
             taken += 1
-            self.prior.shrink(self.settings.lr)
+            if self.settings.control == "budget":
+                left = steps - taken  # what is to go fades to nothing in equal steps
+                self.prior.fade({n: torch.where(goes, left / (left + 1), 1.0) for n, goes in self.going.items()})
+            else:
+                self.prior.shrink(self.settings.lr)
             show["groups_alive"] = self._groups_alive()
             self.reached = has_target and self.gauge.met(self.prior.alive)
             return self.reached or taken == steps
@@ -263,15 +272,32 @@ class _Loop:
 
     def _update(self, part: float) -> None:
         """One variance update from fresh training images, after this part of the epoch."""
-        wanted = self.settings.curvature
         self.prior.lams = grown(self.lams, self.settings.lam_growth, self.epoch + part)
+        some, generator = self._some_images(part)
+        self.prior.update(diagonal_curvature(self.model, some, self.settings.curvature.kind, generator))
+
+    def _choose_next(self, part: float, then: float) -> None:
+        """One update of the switches, and what fades until the part `then` of the epoch is done.
+
+        The cost falls by the same factor in each round, to the target at the end of the last one.
+        """
+        some, generator = self._some_images(part)
+        evidence = self.prior.update_switches(switch_curvature(self.model, self.sets, some, generator))
+        done = (self.epoch + then) / self.settings.epochs
+        dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
+        goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)
+        left = self.gauge.fewest(alive, evidence, goal)
+        self.going = {n: (flags & ~left[n]).to(self.prior.alive[n].device) for n, flags in alive.items()}
+
+    def _some_images(self, part: float) -> tuple[Iterator[tuple[Tensor, Tensor]], torch.Generator]:
+        """Fresh training batches for the curvature, and what draws its targets."""
+        wanted = self.settings.curvature
         seed = stage_seed(self.work.seed, f"curvature {self.epoch + part:.6f}")
         loader = batches(self.data.train, wanted.batch_size, shuffle=True, seed=seed)
         taken = -(-wanted.samples // wanted.batch_size)
         device = self.work.device
         some = ((x.to(device), y.to(device)) for _, (x, y) in zip(range(taken), loader, strict=False))
-        generator = torch.Generator().manual_seed(seed)
-        self.prior.update(diagonal_curvature(self.model, some, wanted.kind, generator))
+        return some, torch.Generator().manual_seed(seed)
 
     def _compact(self) -> None:
         """Remove the units that are dead already: later epochs cost what is left. The proof is that of any removal."""

@@ -81,6 +81,21 @@ def group_gamma(norms: Tensor, omega: Tensor) -> Tensor:
     return torch.where(norms == 0, torch.zeros_like(norms), norms / omega)
 
 
+def switch_gamma(precision: Tensor) -> Tensor:
+    """Prior variance of a switch that stands at 1 and that the data hold with `precision` h: max(0, 1 - 1/h).
+
+    The maximum over gamma of the evidence N(1; 0, gamma + 1/h); it collapses to 0 at h <= 1 (Tipping and Faul, Fast
+    marginal likelihood maximisation for sparse Bayesian models, eq. 20, with q = h and s = h).
+    """
+    return (1 - 1 / precision).clamp(min=0)
+
+
+def switch_evidence(precision: Tensor) -> Tensor:
+    """What the log evidence loses when the switch goes: (h - 1 - log h) / 2 at h > 1, else 0; any shape."""
+    h = precision.clamp(min=1)
+    return (h - 1 - h.log()) / 2
+
+
 def gated_gamma(own: Tensor, predecessors: Tensor) -> Tensor:
     """Eq. 6 of BayesNAS: gamma = 1 / (1/own + 1/sum of predecessors' switches), of one shape; 0 where either is 0."""
     return 1 / (1 / own + 1 / predecessors)
