@@ -82,7 +82,8 @@ def _others_left(model: nn.Module, sets: Sequence[GroupSet], kept: Mapping[str, 
 def fewest(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Drop the groups with the lowest score per cost until `meter` is at most `limit`, or as near as can be.
 
-    The cost of a group is what the network saves when it alone goes. The best group of each set stays.
+    The cost of a group is what the network saves when it alone goes. The best group of each set stays, and the best of
+    what was dropped comes back where it fits.
 
     Args:
         alive: group set -> (G,) bool, what there is to drop from.
@@ -112,7 +113,14 @@ def fewest(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tenso
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if meter(after(middle)) <= limit else (middle + 1, high)
-    return after(low)
+    left, full = after(low), set()
+    for _, name, index in reversed(order[:low]):  # the last to go may have cost more than was asked
+        if name not in full:
+            left[name][index] = True
+            if meter(left) > limit:
+                left[name][index] = False
+                full.add(name)
+    return left
 
 
 def uniform(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:

@@ -266,6 +266,15 @@ def test_switching_a_union_drops_only_what_the_former_member_knew(write: Write) 
     assert told(typo, "data.name=synthetic").startswith("data.rot: unknown key")
 
 
+@pytest.mark.parametrize("setting", ["method.target=", "method.groups=[coupled, shape]"])
+def test_a_budget_that_sets_the_pace_needs_a_target_and_whole_units(write: Write, setting: str) -> None:
+    path = write(GOOD)
+    good = ["method.control=budget", "method.target={flops: 0.5}"]
+    method = load_recipe(path, good).method
+    assert isinstance(method, Bayes) and method.control == "budget"
+    assert told(path, *good, setting).startswith("method: control: budget")
+
+
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
     assert set(recipe.method.model_dump(exclude_none=True)) == {

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from compressnas.bayes import penalty, variance
 from compressnas.groups import GroupSet, Member, group_sums, norms, scale_groups, weights_of
 
+TRIFLE = 1e-9  # part of a precision
+
 
 class GroupPrior:
     """Prior variance and re-weighting coefficient of every group of a network.
@@ -99,7 +101,7 @@ class GroupPrior:
         """A variance update of one switch for each group, at 1 where the group is there -> evidence, set -> (G,).
 
         The prior variance of a switch, and with it that of its group, collapses to 0 where the data hold it with a
-        precision of at most 1.
+        precision of at most 1. There the evidence is 0 but for a trifle, so that these groups have an order, too.
 
         Args:
             curvature: group set -> (G,), of the mean loss in the switches.
@@ -110,7 +112,7 @@ class GroupPrior:
             gamma = variance.switch_gamma(precision)
             self.gamma[name] = torch.where(self.alive[name], gamma.to(self.gamma[name]), 0.0)
             self.omega[name] = variance.omega_from_slopes(variance.slope(gamma, precision)).to(self.omega[name])
-            evidence[name] = variance.switch_evidence(precision)
+            evidence[name] = variance.switch_evidence(precision) + TRIFLE * precision
         return evidence
 
     @torch.no_grad()

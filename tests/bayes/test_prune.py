@@ -1,5 +1,6 @@
 """The loop that shrinks a network, where the penalty is far too strong."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from compressnas.bayes import prune
 from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
+from compressnas.measure import cost
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
 from compressnas.recipe import Bayes, Curvature, Synthetic
@@ -52,6 +54,48 @@ def test_a_network_that_learns_from_the_dense_one_alone_starts_with_nothing_to_l
     work = make_work("cpu", 0, None, Progress(quiet=True))
     shrunk(data, work, epochs=1, lam=1e-9, distill=1.0)
     assert work.history["shrink"][0]["loss"] < 1e-3  # the labels alone would make it about log 3
+
+
+# ---------------------------------------------------------------- the target sets the pace
+
+
+def on_budget(data: DataSet, work: Work | None = None, **settings: Any) -> tuple[torch.nn.Module, prune.Decision]:
+    return shrunk(data, work, control="budget", target={"flops": 0.3}, epochs=3, **settings)
+
+
+def test_the_cost_falls_evenly_to_the_target(data: DataSet) -> None:
+    work = make_work("cpu", 0, None, Progress(quiet=True))
+    model, decision = on_budget(data, work, updates_per_epoch=2)
+    images = data.validation.__getitems__(range(8))[0]
+    small, _, _, proof = remove(decision.model, images[:1], decision.slim, images)
+    assert proof.verdict == "equal" and not decision.notes
+    dense = cost(model, images[:1]).flops
+    assert 0.24 <= cost(small, images[:1]).flops / dense <= 0.3  # a filter of the first layer is a tenth of the rest
+    kept = [record["flops"] / dense for record in work.history["shrink"]]
+    assert len(kept) == 3 and all(
+        0.8 * f <= k <= f for k, f in zip(kept, (0.3 ** (1 / 3), 0.3 ** (2 / 3), 0.3), strict=True)
+    )
+    assert all(0 <= g <= 1 for fact in decision.groups.values() for g in fact["gamma"])  # of switches that stand at 1
+
+
+def test_interrupted_on_the_way_it_ends_the_same(
+    data: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = on_budget(data)[1]
+    one_epoch = prune._Loop._one_epoch
+
+    def stopping(loop: Any, *rest: Any) -> None:
+        if loop.epoch == 2:
+            raise KeyboardInterrupt
+        one_epoch(loop, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prune._Loop, "_one_epoch", stopping)
+        on_budget(data, make_work("cpu", 0, None, Progress(quiet=True), tmp_path))
+    found = on_budget(data, make_work("cpu", 0, None, Progress(quiet=True), tmp_path))[1]
+    assert found.slim == expected.slim
+    states = found.model.state_dict()
+    assert all(torch.equal(tensor, states[name]) for name, tensor in expected.model.state_dict().items())
 
 
 # ---------------------------------------------------------------- back to the shape of the dense network
