@@ -123,13 +123,25 @@ def fewest(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tenso
     return left
 
 
-def uniform(meter: Meter, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Keep the same fraction of every set, the best groups of each, as large as `meter` at most `limit` allows."""
+def uniform(
+    meter: Meter,
+    alive: Mapping[str, Tensor],
+    scores: Mapping[str, Tensor],
+    limit: float,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, Tensor]:
+    """Keep the same fraction of every set, the best groups of each, as large as `meter` at most `limit` allows.
+
+    Args:
+        sizes: of what it is a fraction, by default of the groups that are alive; with the sizes of the dense network
+            several small steps do not add up their roundings.
+    """
 
     def keep(fraction: float) -> dict[str, Tensor]:
         left = {}
         for name, flags in alive.items():
-            count = max(1, round(fraction * int(flags.sum())))
+            present = int(flags.sum())
+            count = min(max(1, round(fraction * (sizes[name] if sizes else present))), present)
             left[name] = torch.zeros_like(flags)
             left[name][scores[name].masked_fill(~flags, -math.inf).topk(count).indices] = True
         return left

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from compressnas.budget import Budget, fewest
+from compressnas.budget import Budget, fewest, uniform
 from compressnas.groups import GroupSet
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
@@ -47,16 +47,22 @@ class Gauge:
         return real <= self.limit
 
     def fewest(
-        self, alive: Mapping[str, Tensor], scores: Mapping[str, Tensor], limit: float | None = None
+        self,
+        alive: Mapping[str, Tensor],
+        scores: Mapping[str, Tensor],
+        limit: float | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> dict[str, Tensor]:
         """Without the groups of the lowest score per cost, so that the limit is met, or as near as can be.
 
-        `limit` takes the place of the budget's, where that is not to be met yet.
+        Args:
+            limit: takes the place of the budget's, where that is not to be met yet.
+            sizes: all sets keep the same part of so many groups, those of the highest score, whatever they cost.
         """
         limit = self.limit if limit is None else limit
         goal = limit
         for _ in range(CORRECTIONS):
-            left = fewest(self.meter, alive, scores, goal)
+            left = uniform(self.meter, alive, scores, goal, sizes) if sizes else fewest(self.meter, alive, scores, goal)
             real = self.cost(removed_network(self._model, self._example, self._sets, left))
             if real <= limit:
                 break

@@ -294,6 +294,9 @@ class Bayes(Distilled):
         description="what sets the pace: lam; or the target, evenly over the epochs: after each variance update the "
         "units with the least evidence per cost fade out",
     )
+    scope: Literal["uniform", "global"] = Field(
+        default="global", description="with control: budget, whether every layer keeps the same part of its units"
+    )
     epochs: int = Field(default=12, ge=1)
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
@@ -312,6 +315,8 @@ class Bayes(Distilled):
     def _counts(self) -> "Bayes":
         if self.target is not None and self.target.kind == "latency":
             raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
+        if self.control == "lam" and self.scope != "global":
+            raise ValueError("scope: lam has no other; expected uniform only with control: budget")
         if self.control == "budget" and self.target is None:
             raise ValueError("control: budget needs a target; expected this section, too")
         if self.control == "budget" and {"column", "shape"} & set(self.groups):

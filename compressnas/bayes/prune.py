@@ -286,7 +286,8 @@ class _Loop:
         done = (self.epoch + then) / self.settings.epochs
         dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
         goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)
-        left = self.gauge.fewest(alive, evidence, goal)
+        sizes = self.sizes if self.settings.scope == "uniform" else None
+        left = self.gauge.fewest(alive, evidence, goal, sizes)
         self.going = {n: (flags & ~left[n]).to(self.prior.alive[n].device) for n, flags in alive.items()}
 
     def _some_images(self, part: float) -> tuple[Iterator[tuple[Tensor, Tensor]], torch.Generator]:
