@@ -297,6 +297,9 @@ class Bayes(Distilled):
     scope: Literal["uniform", "global"] = Field(
         default="global", description="with control: budget, whether every layer keeps the same part of its units"
     )
+    falls_in: float = Field(
+        default=1.0, gt=0, le=1, description="with control: budget, the part of the epochs in which the cost falls"
+    )
     epochs: int = Field(default=12, ge=1)
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
@@ -315,8 +318,8 @@ class Bayes(Distilled):
     def _counts(self) -> "Bayes":
         if self.target is not None and self.target.kind == "latency":
             raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
-        if self.control == "lam" and self.scope != "global":
-            raise ValueError("scope: lam has no other; expected uniform only with control: budget")
+        if self.control == "lam" and (self.scope != "global" or self.falls_in < 1):
+            raise ValueError("scope, falls_in: expected only with control: budget")
         if self.control == "budget" and self.target is None:
             raise ValueError("control: budget needs a target; expected this section, too")
         if self.control == "budget" and {"column", "shape"} & set(self.groups):

@@ -273,6 +273,7 @@ def test_a_budget_that_sets_the_pace_needs_a_target_and_whole_units(write: Write
     method = load_recipe(path, good).method
     assert isinstance(method, Bayes) and method.control == "budget"
     assert told(path, *good, setting).startswith("method: control: budget")
+    assert told(path, "method.falls_in=0.5").startswith("method: scope, falls_in: expected only with control: budget")
 
 
 def test_switching_the_method_drops_its_settings(write: Write) -> None:

@@ -117,9 +117,9 @@ class GroupPrior:
 
     @torch.no_grad()
     def fade(self, factors: Mapping[str, Tensor]) -> None:
-        """Scale what reads each group, group set -> (G,) factors; where it is 0 the group is emptied."""
+        """Scale what reads each group, group set -> (G,) factors, 1 if none; where it is 0 the group is emptied."""
         weights = weights_of(self.model)
-        for group_set in self.sets:
+        for group_set in [s for s in self.sets if s.name in factors]:
             own = factors[group_set.name].to(self.gamma[group_set.name])
             scale_groups(group_set.readers, weights, own)
             self.alive[group_set.name] &= own > 0

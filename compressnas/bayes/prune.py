@@ -214,10 +214,12 @@ class _Loop:
         iterator, taken, losses, errors = iter(loader), 0, 0.0, 0.0
         while taken < steps and not self.reached:
             round_steps = min(-(-steps // self.settings.updates_per_epoch), steps - taken)
-            if self.settings.control == "budget":
-                self._choose_next(taken / steps, (taken + round_steps) / steps)
-            else:
+            if self.settings.control == "lam":
                 self._update(taken / steps)
+            elif (self.epoch + taken / steps) / self.settings.epochs < self.settings.falls_in:
+                self._choose_next(taken / steps, (taken + round_steps) / steps)
+            else:  # the target is reached: what is left trains on
+                self.going, round_steps = {}, steps - taken
             loss, error, count = self._one_round(iterator, round_steps, step)
             taken, losses, errors = taken + count, losses + loss * count, errors + error * count
             if self.compacts:
@@ -247,8 +249,8 @@ class _Loop:
             if self.settings.control == "budget":
                 left = steps - taken  # what is to go fades to nothing in equal steps
                 self.prior.fade({n: torch.where(goes, left / (left + 1), 1.0) for n, goes in self.going.items()})
-            else:
-                self.prior.shrink(self.settings.lr)
+                return taken == steps
+            self.prior.shrink(self.settings.lr)
             show["groups_alive"] = self._groups_alive()
             self.reached = has_target and self.gauge.met(self.prior.alive)
             return self.reached or taken == steps
@@ -279,11 +281,11 @@ class _Loop:
     def _choose_next(self, part: float, then: float) -> None:
         """One update of the switches, and what fades until the part `then` of the epoch is done.
 
-        The cost falls by the same factor in each round, to the target at the end of the last one.
+        The cost falls by the same factor in each round, to the target at the end of the last one in which it falls.
         """
         some, generator = self._some_images(part)
         evidence = self.prior.update_switches(switch_curvature(self.model, self.sets, some, generator))
-        done = (self.epoch + then) / self.settings.epochs
+        done = (self.epoch + then) / self.settings.epochs / self.settings.falls_in
         dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
         goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)
         sizes = self.sizes if self.settings.scope == "uniform" else None

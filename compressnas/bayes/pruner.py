@@ -25,7 +25,7 @@ from compressnas.surgery import Proof, find_groups
 PROOF_SAMPLES = 16
 OF_THE_LOOP = (
     "kind", "epochs", "lr", "batch_size", "momentum", "weight_decay", "updates_per_epoch", "distill", "temperature",
-    "control", "scope",
+    "control", "scope", "falls_in",
 )  # fmt: skip
 
 

@@ -78,6 +78,14 @@ def test_the_cost_falls_evenly_to_the_target(data: DataSet) -> None:
     assert all(0 <= g <= 1 for fact in decision.groups.values() for g in fact["gamma"])  # of switches that stand at 1
 
 
+@pytest.mark.parametrize("scope", ["global", "uniform"])
+def test_the_cost_may_fall_early_and_what_is_left_trains_on(data: DataSet, scope: str) -> None:
+    work = make_work("cpu", 0, None, Progress(quiet=True))
+    on_budget(data, work, falls_in=0.3, updates_per_epoch=2, scope=scope)
+    first, *later = [record["flops"] for record in work.history["shrink"]]
+    assert later == [first, first] and len({record["loss"] for record in work.history["shrink"]}) == 3
+
+
 def test_interrupted_on_the_way_it_ends_the_same(
     data: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
