@@ -38,7 +38,7 @@ def decide(
     loss: Loss | None = None,
     ignore: Sequence[str] = (),
     min_channels: int = 1,
-    scope: str = "global",
+    scope: str = "uniform",
     seed: int = 0,
     groups: Found | None = None,
     ratio_of: Mapping[str, int] | None = None,
@@ -59,8 +59,8 @@ def decide(
         loss: (output, targets) -> scalar; default cross-entropy.
         ignore: patterns of layer or group set names to leave alone, such as `layer1.*`.
         min_channels: the fewest channels that a layer keeps.
-        scope: `global` ranks all groups by importance, relative to their layer, per cost; `uniform` keeps the same
-            fraction of every layer.
+        scope: `uniform` keeps the same fraction of every layer; `global` ranks all groups by importance, relative to
+            their layer, per cost, and may leave a layer next to nothing.
         seed: for `random`.
         groups: what `find_groups(model, example_inputs)` gave, where it was called already; it is not called again.
         ratio_of: for several steps with `ratio`: the `sizes` of the first decision. Then each step says what part of

@@ -332,7 +332,7 @@ class Baseline(Section):
 
     kind: Criterion
     target: Target
-    scope: Literal["uniform", "global"] = "global"
+    scope: Literal["uniform", "global"] = "uniform"
     round_to: int = Field(default=1, ge=1, description="layers keep a multiple of this many channels")
     batches: int = Field(default=16, ge=1, description="training batches that taylor reads")
     batch_size: int = Field(default=128, ge=1)

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mobilenet_v2", "resnet18"], help="of torchvision")
     parser.add_argument("--target", type=float, default=0.5, help="part of the cost to keep")
     parser.add_argument("--by", default="flops", choices=["flops", "latency"], help="the cost that is given")
-    parser.add_argument("--scope", default="global", choices=["global", "uniform"])
+    parser.add_argument("--scope", default="uniform", choices=["uniform", "global"])
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--processes", type=int, default=5)
