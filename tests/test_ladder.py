@@ -33,8 +33,9 @@ PACKAGE = Path(compressnas.__file__).parent
 # From the ground up; within a floor, a line sees the lines above it. A new file takes its place here.
 FLOORS = """
     compressnas errors yaml_text augment distill inputs layers progress
-    files faults groups tags interface bayes.variance bayes.penalty bayes.curvature
-    bayes.switches
+    files faults groups tags interface bayes.variance bayes.penalty bayes.scores
+    bayes.calls
+    bayes.curvature bayes.switches
     tracing
     slim recipe export measure coupling bayes.prior
     runfolder latency predict budget store folding
@@ -86,6 +87,8 @@ TENSORS_ONLY = (
     "inputs",
     "bayes.variance",
     "bayes.penalty",
+    "bayes.scores",
+    "bayes.calls",
     "bayes.curvature",
     "bayes.switches",
     "bayes.prior",

@@ -8,25 +8,28 @@ of a sample, where each has its class). Floating-point numbers: 1/2 ||y - f||^2 
 With a loss, the mean over a batch, it is the empirical Fisher: squared per-sample gradients at the true targets.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.grad import conv2d_weight
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compressnas.inputs import Inputs, call, tensors_of
+from compressnas.bayes.calls import Call, Calls, eval_mode, forward, per_sample_gradients
+from compressnas.bayes.scores import (
+    Loss,
+    Score,
+    differentiable,
+    drawn_score,
+    hessian_columns,
+    samples_of,
+    signed,
+    true_score,
+)
+from compressnas.inputs import Inputs, call
 
 Curvatures = dict[str, Tensor]
-Loss = Callable[[Any, Any], Tensor]  # output, targets -> scalar, the mean over the batch
-Score = list[Tensor]  # the gradients of some score with respect to the outputs of the network, sample by sample
 
 
 def mc(
@@ -44,8 +47,8 @@ def mc(
         generator: draws the targets; on the CPU.
         loss: for the empirical Fisher.
     """
-    output, outputs, calls = _forward(model, inputs)
-    score = _true_score(output, outputs, targets, loss) if loss else _drawn_score(outputs, targets, generator)
+    output, outputs, calls = forward(model, inputs)
+    score = true_score(output, outputs, targets, loss) if loss else drawn_score(outputs, targets, generator)
     return _squares(model, outputs, calls, [score], generator)
 
 
@@ -61,10 +64,10 @@ def mc_batch(
         inputs, targets, generator, loss: as for `mc`.
     """
     output = call(model, inputs)
-    outputs = _differentiable(output, samples_of(inputs))
-    score = _true_score(output, outputs, targets, loss) if loss else _drawn_score(outputs, targets, generator)
+    outputs = differentiable(output, samples_of(inputs))
+    score = true_score(output, outputs, targets, loss) if loss else drawn_score(outputs, targets, generator)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    return _squared_sums(named, outputs, _signed(score, generator) if loss else score)
+    return _squared_sums(named, outputs, signed(score, generator) if loss else score)
 
 
 def ggn(
@@ -82,8 +85,8 @@ def ggn(
     Raises:
         ValueError: several classes to predict for each sample.
     """
-    output, outputs, calls = _forward(model, inputs)
-    scores = [_true_score(output, outputs, targets, loss)] if loss else _hessian_columns(outputs, targets)
+    output, outputs, calls = forward(model, inputs)
+    scores = [true_score(output, outputs, targets, loss)] if loss else hessian_columns(outputs, targets)
     return _squares(model, outputs, calls, scores, generator)
 
 
@@ -151,7 +154,7 @@ def diagonal_curvature(
     """
     total: Curvatures = {}
     samples = 0
-    with _eval_mode(model), torch.enable_grad():
+    with eval_mode(model), torch.enable_grad():
         for inputs, targets in batches:
             for name, value in ESTIMATORS[kind](model, inputs, targets, generator, loss).items():
                 total[name] = value.detach() if name not in total else total[name].add_(value.detach())
@@ -161,209 +164,8 @@ def diagonal_curvature(
     return {name: value.div_(samples) for name, value in total.items()}
 
 
-def samples_of(inputs: Inputs) -> int:
-    """B, the first axis of the first tensor."""
-    tensors = tensors_of(inputs)
-    if not tensors or tensors[0].dim() == 0:
-        raise ValueError("expected inputs whose first tensor has the samples on its first axis")
-    return tensors[0].shape[0]
-
-
-# ---------------------------------------------------------------- scores: what is propagated back from the outputs
-
-
-def _drawn_score(outputs: list[Tensor], targets: Any, generator: torch.Generator) -> Score:
-    """Gradient of -log p(y | f) at a drawn y: p - e_y for classes, (f - y) ~ N(0, I) for a regression.
-
-    With P positions per sample the loss of a sample is their mean, whose GGN is 1/P of the sum of theirs: the scores of
-    positions are independent, too, so they are divided by sqrt(P). Drawn on the CPU, so that every device draws the
-    same.
-    """
-    output = _single(outputs)
-    if targets.is_floating_point():
-        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype)
-        return [noise.to(output.device)]
-    axis = _class_axis(output, targets)
-    p = output.detach().movedim(axis, -1).softmax(-1)  # (B, ..., C)
-    if not bool(p.isfinite().all()):
-        raise ValueError("the outputs of the network are not finite")
-    drawn = torch.multinomial(p.reshape(-1, p.shape[-1]).cpu(), 1, generator=generator)  # (B * P, 1)
-    one_hot = F.one_hot(drawn[:, 0].to(p.device), p.shape[-1]).reshape(p.shape)
-    positions = p[0].numel() // p.shape[-1]
-    return [((p - one_hot) / math.sqrt(positions)).movedim(-1, axis)]
-
-
-def _hessian_columns(outputs: list[Tensor], targets: Any) -> Iterator[Score]:
-    """The columns of S, where SS' is the Hessian of a sample's loss with respect to its outputs."""
-    output = _single(outputs)
-    if targets.is_floating_point():
-        for place in range(output[0].numel()):
-            column = torch.zeros_like(output, requires_grad=False).flatten(1)
-            column[:, place] = 1
-            yield [column.reshape(output.shape)]
-        return
-    if _class_axis(output, targets) != 1 or output.dim() != 2:
-        raise ValueError(f"ggn takes logits (samples, classes), got {tuple(output.shape)}; use mc")
-    p = output.detach().softmax(1)  # (B, C)
-    for c in range(p.shape[1]):
-        column = -p * p[:, c : c + 1].sqrt()
-        column[:, c] += p[:, c].sqrt()
-        yield [column]
-
-
-def _true_score(output: Any, outputs: list[Tensor], targets: Any, loss: Loss) -> Score:
-    """Gradient of each sample's own loss, from the mean over the batch.
-
-    The loss sees the outputs cut off from the network: where one is computed from another, each has its own share.
-    """
-    leaves = {id(o): o.detach().requires_grad_() for o in outputs}
-    value = loss(tree_map_only(Tensor, lambda o: leaves.get(id(o), o), output), targets)
-    if value.dim() or not value.requires_grad:
-        raise ValueError(f"expected a loss that is a differentiable scalar, got shape {tuple(value.shape)}")
-    gradients = torch.autograd.grad(value, [leaves[id(o)] for o in outputs], allow_unused=True)
-    if all(g is None for g in gradients):
-        raise ValueError("the loss does not depend on what the network returns: tensors, in tuples, lists or mappings")
-    return [torch.zeros_like(o) if g is None else g * len(o) for o, g in zip(outputs, gradients, strict=True)]
-
-
-def _signed(score: Score, generator: torch.Generator) -> Score:
-    """Each sample's score times a random sign: then (sum_i g_i)^2 has the mean sum_i g_i^2, whatever the scores are."""
-    signs = torch.randint(2, (len(score[0]),), generator=generator).to(score[0]) * 2 - 1  # (B,)
-    return [part * signs.to(part).reshape(-1, *[1] * (part.dim() - 1)) for part in score]
-
-
-def _differentiable(output: Any, samples: int) -> list[Tensor]:
-    """The tensors (B, ...) that the network returns and that depend on its weights, each once."""
-    found = {id(t): t for t in tensors_of(output) if t.requires_grad and t.dim() and len(t) == samples}
-    if not found:
-        raise ValueError(f"nothing that the network returns is (samples = {samples}, ...) and depends on its weights")
-    return list(found.values())
-
-
-def _single(outputs: list[Tensor]) -> Tensor:
-    if len(outputs) > 1:
-        raise ValueError(f"the network returns {len(outputs)} tensors, so that a loss must say what they mean")
-    return outputs[0]
-
-
-def _class_axis(logits: Tensor, targets: Tensor) -> int:
-    """Where the classes are: 1 as cross-entropy has them, or last as language models do.
-
-    Raises:
-        ValueError: the shapes do not go together, or there is a single class.
-    """
-    axes = (1, logits.dim() - 1) if logits.dim() > 1 else ()
-    places = [a for a in axes if targets.shape == logits.shape[:a] + logits.shape[a + 1 :]]
-    if not places or logits.shape[places[0]] < 2:
-        raise ValueError(
-            f"outputs {tuple(logits.shape)} are no logits of classes for targets {tuple(targets.shape)}; give the loss"
-        )
-    return places[0]
-
-
-# ---------------------------------------------------------------- calls: what a weight was applied to
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a linear map or a convolution.
-
-    Attributes:
-        weight: (N, C), (N, C / groups, *kernel), or transposed (C, N / groups, *kernel).
-        inputs: (B, ..., C), or (B, C, *positions).
-        stride, padding, dilation: of a convolution, one entry (two for padding, before and after) per kernel axis;
-            none for a linear map.
-    """
-
-    weight: Tensor
-    inputs: Tensor
-    stride: tuple[int, ...] = ()
-    padding: tuple[tuple[int, int], ...] = ()
-    dilation: tuple[int, ...] = ()
-    groups: int = 1
-    transposed: bool = False
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    return Call(weight, input.detach())
-
-
-def _conv(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-          dilation: Any = 1, groups: int = 1) -> Call:  # fmt: skip
-    spatial = weight.dim() - 2
-    dilations = _each(dilation, spatial)
-    if padding == "same":
-        gaps = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
-        pads = tuple((gap // 2, gap - gap // 2) for gap in gaps)
-    else:
-        pads = tuple((p, p) for p in _each(0 if padding == "valid" else padding, spatial))
-    return Call(weight, input.detach(), _each(stride, spatial), pads, dilations, groups)
-
-
-def _conv_transpose(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-                    output_padding: Any = 0, groups: int = 1, dilation: Any = 1) -> Call:  # fmt: skip
-    spatial = weight.dim() - 2
-    pads = tuple((p, p) for p in _each(padding, spatial))
-    return Call(weight, input.detach(), _each(stride, spatial), pads, _each(dilation, spatial), groups, True)
-
-
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    """One number for every kernel axis, as torch takes them."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * count if len(values) == 1 else values
-
-
-_RULES: dict[Any, Callable[..., Call]] = {
-    F.linear: _linear,
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _conv),
-    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _conv_transpose),
-}
-
-
-class _Calls(TorchFunctionMode):
-    """Writes down every call of a linear map or convolution whose weight is a parameter.
-
-    Attributes:
-        of: weight name -> its calls, each with where its output stands in the autograd graph: not the output, which
-            later layers may overwrite, and which need not live as long.
-        unclear: parameters that something else reads, too, or on rows that are no samples.
-    """
-
-    def __init__(self, model: nn.Module, samples: int) -> None:
-        super().__init__()
-        self.samples = samples
-        self.names = {id(p): name for name, p in model.named_parameters()}  # shared ones have one name
-        self.of: dict[str, list[tuple[Call, GradientEdge]]] = {}
-        self.unclear: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        if not made:
-            return out  # shapes, dtypes, what is computed without gradients
-        read = {self.names[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self.names}
-        if func in _RULES:
-            one = _RULES[func](*args, **(kwargs or {}))
-            name = self.names.get(id(one.weight))
-            batched = one.inputs.dim() >= one.weight.dim() > 1  # not a single unbatched sample
-            rows_are_samples = batched and out.shape[0] == self.samples
-            if name is not None and rows_are_samples:
-                self.of.setdefault(name, []).append((one, get_gradient_edge(out)))
-                read.discard(name)
-        self.unclear |= read
-        return out
-
-
-def _forward(model: nn.Module, inputs: Inputs) -> tuple[Any, list[Tensor], _Calls]:
-    """What the network returns, its tensors that depend on weights, and how it used its weights."""
-    calls = _Calls(model, samples_of(inputs))
-    with calls:
-        output = call(model, inputs)
-    return output, _differentiable(output, calls.samples), calls
-
-
 def _squares(
-    model: nn.Module, outputs: list[Tensor], calls: _Calls, scores: Iterable[Score], generator: torch.Generator
+    model: nn.Module, outputs: list[Tensor], calls: Calls, scores: Iterable[Score], generator: torch.Generator
 ) -> Curvatures:
     """Squares of per-sample gradients of all scores, summed over samples, weight by weight.
 
@@ -376,7 +178,7 @@ def _squares(
     edges = [edge for own in uses.values() for _, edge in own]
     for score in scores:
         if others:
-            for name, square in _squared_sums(others, outputs, _signed(score, generator)).items():
+            for name, square in _squared_sums(others, outputs, signed(score, generator)).items():
                 total[name] += square
         if edges:
             found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=True, allow_unused=True))
@@ -426,47 +228,6 @@ def _elements(call: Call, gradients: Tensor) -> int:
         return weight.numel()
     read, placed = (gradients, call.inputs) if call.transposed else (call.inputs, gradients)
     return max(weight.numel(), read.shape[1] * weight.shape[2:].numel() * placed.shape[2:].numel())
-
-
-def per_sample_gradients(call: Call, inputs: Tensor, gradients: Tensor) -> Tensor:
-    """dL_b/dW -> (B, *weight shape).
-
-    A transposed convolution is the gradient of a convolution that reads its output: inputs and gradients swap places.
-
-    Args:
-        inputs: (B, ..., C), or (B, C, *positions).
-        gradients: dL/d output, (B, ..., N), or (B, N, *positions).
-    """
-    if call.weight.dim() == 2:
-        return torch.einsum("b...n,b...c->bnc", gradients, inputs)
-    read, placed = (gradients, inputs) if call.transposed else (inputs, gradients)
-    columns = patches(call, read, placed.shape[2:])  # (B, C * kernel, L)
-    batch, groups, places = len(inputs), call.groups, columns.shape[-1]
-    columns = columns.reshape(batch, groups, -1, places)  # (B, groups, C / groups * kernel, L)
-    placed = placed.reshape(batch, groups, -1, places)  # (B, groups, N / groups, L)
-    return torch.einsum("bgnl,bgsl->bgns", placed, columns).reshape(batch, *call.weight.shape)
-
-
-def patches(call: Call, values: Tensor, positions: Sequence[int]) -> Tensor:
-    """What the kernel reads at each position: (B, C, *size) -> (B, C * kernel, L); im2col for any number of axes."""
-    spatial = len(call.stride)
-    values = F.pad(values, [pad for pads in reversed(call.padding) for pad in pads])
-    for axis, (size, step, gap) in enumerate(zip(call.weight.shape[2:], call.stride, call.dilation, strict=True)):
-        windows = values.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-        values = windows.narrow(2 + axis, 0, positions[axis])  # padding of a transposed one may leave room for more
-    kernel, places = range(2 + spatial, 2 + 2 * spatial), range(2, 2 + spatial)
-    return values.permute(0, 1, *kernel, *places).reshape(len(values), -1, math.prod(positions))
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # ---------------------------------------------------------------- the recursion, layer by layer

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from compressnas.api import remove
-from compressnas.bayes.curvature import Curvatures, Loss, diagonal_curvature
+from compressnas.bayes.curvature import Curvatures, diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
 from compressnas.bayes.prune import grown, penalty_strengths, settled
+from compressnas.bayes.scores import Loss
 from compressnas.budget import Budget
 from compressnas.coupling import one_line
 from compressnas.errors import InputError

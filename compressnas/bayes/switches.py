@@ -4,16 +4,19 @@ All weights by which others read a group are multiplied by its switch z. The cur
 removing the group along w_g: w_g' H_gg w_g, with all interactions inside the group, which diagonals leave out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressnas.bayes import curvature as scores
-from compressnas.bayes.curvature import Call, Loss, samples_of
+from compressnas.bayes.calls import Call, Calls, eval_mode, forward
+from compressnas.bayes.scores import Loss, Score, drawn_score, samples_of, signed, true_score
 from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs
+
+Read = tuple[Call, Tensor]  # a call, and the gradient of the score at its output
 
 
 def switch_curvature(
@@ -39,50 +42,84 @@ def switch_curvature(
         ValueError: no batch was given, or outputs of which nothing is known without a loss.
     """
     total = {s.name: torch.zeros(s.size, dtype=torch.float64) for s in sets}
+    names = sorted({m.parameter for s in sets for m in s.readers})
+    weights = {name: dict(model.named_parameters())[name] for name in names}
     seen = 0
-    parameters = dict(model.named_parameters())
-    with scores._eval_mode(model), torch.enable_grad():
+    with eval_mode(model), _trained(weights.values()), torch.enable_grad():
         for inputs, targets in batches:
-            output, outputs, calls = scores._forward(model, inputs)
-            score = (
-                scores._true_score(output, outputs, targets, loss)
-                if loss
-                else scores._drawn_score(outputs, targets, generator)
-            )
-            wanted = {m.parameter for s in sets for m in s.readers}
-            uses = {name: own for name, own in calls.of.items() if name in wanted and name not in calls.unclear}
-            edges = [edge for own in uses.values() for _, edge in own]
-            found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=True, allow_unused=True))
-            reads = {
-                name: [(one, g) for (one, _), g in zip(own, found, strict=False) if g is not None]
-                for name, own in uses.items()
-            }
+            output, outputs, calls = forward(model, inputs)
+            score = true_score(output, outputs, targets, loss) if loss else drawn_score(outputs, targets, generator)
+            reads = _reads(outputs, calls, names, score)
             clear = [s for s in sets if all(m.parameter in reads and _fits(m, reads[m.parameter]) for m in s.readers)]
-            by_channel: dict[str, Tensor] = {}  # reader -> (B, C): w dL/dw, summed over all weights of a channel
-            for group_set in clear:
-                each = outputs[0].new_zeros(calls.samples, group_set.size)
-                for member in group_set.readers:
-                    name = member.parameter
-                    if name not in by_channel:
-                        by_channel[name] = sum((_of_channels(*one) for one in reads[name]), torch.zeros(()))
-                    inside = member.group_of >= 0
-                    each.index_add_(1, member.group_of[inside], by_channel[name][:, inside].to(each))
-                total[group_set.name] += each.square().sum(0).cpu()
-            if others := [s for s in sets if s not in clear]:
-                signed = scores._signed(score, generator)
-                names = sorted({m.parameter for s in others for m in s.readers})
-                gradients = torch.autograd.grad(outputs, [parameters[n] for n in names], signed, allow_unused=True)
-                products = {n: parameters[n] * (0 if g is None else g) for n, g in zip(names, gradients, strict=True)}
-                for s in others:
-                    once = sum((m.sums(products[m.parameter], s.size) for m in s.readers), torch.zeros(()))
-                    total[s.name] += once.detach().square().cpu()
+            others = [s for s in sets if s not in clear]
+            for name, value in _sample_by_sample(clear, reads).items():
+                total[name] += value.cpu()
+            for name, value in _by_signs(others, weights, outputs, signed(score, generator)).items():
+                total[name] += value.cpu()
             seen += samples_of(inputs)
     if seen == 0:
         raise ValueError("curvature needs at least one batch")
     return {name: value / seen for name, value in total.items()}
 
 
-def _fits(member: Member, reads: Sequence[tuple[Call, Tensor]]) -> bool:
+@contextmanager
+def _trained(weights: Collection[nn.Parameter]) -> Iterator[None]:
+    """Frozen weights hold their groups, too: they take gradients for now."""
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
+def _reads(outputs: list[Tensor], calls: Calls, names: Sequence[str], score: Score) -> dict[str, list[Read]]:
+    """Weight -> its calls, each with the gradient of the score at its output; only weights of which all is known."""
+    uses = {name: own for name in names if name not in calls.unclear and (own := calls.of.get(name))}
+    edges = [edge for own in uses.values() for _, edge in own]
+    found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=True, allow_unused=True) if edges else ())
+    each = {
+        name: [(one, gradient) for (one, _), gradient in zip(own, found, strict=False)] for name, own in uses.items()
+    }
+    return {name: [(one, g) for one, g in own if g is not None] for name, own in each.items()}
+
+
+def _sample_by_sample(sets: Sequence[GroupSet], reads: Mapping[str, Sequence[Read]]) -> dict[str, Tensor]:
+    """Sum over samples of the squared derivative of the score by each switch."""
+    needed = {m.parameter for s in sets for m in s.readers}
+    of_channels = {name: torch.stack([_of_channels(*one) for one in reads[name]]).sum(0) for name in needed}  # (B, C)
+    result = {}
+    for group_set in sets:
+        each: Tensor | None = None  # (B, G)
+        for member in group_set.readers:
+            own, group_of = of_channels[member.parameter], member.group_of.to(of_channels[member.parameter].device)
+            each = own.new_zeros(len(own), group_set.size) if each is None else each
+            inside = group_of >= 0
+            each.index_add_(1, group_of[inside], own[:, inside])
+        if each is not None:
+            result[group_set.name] = each.square().sum(0)
+    return result
+
+
+def _by_signs(
+    sets: Sequence[GroupSet], weights: Mapping[str, nn.Parameter], outputs: list[Tensor], score: Score
+) -> dict[str, Tensor]:
+    """The square of the derivative of the whole batch, whose samples' scores have random signs."""
+    names = sorted({m.parameter for s in sets for m in s.readers})
+    if not names:
+        return {}
+    gradients = torch.autograd.grad(outputs, [weights[n] for n in names], score, allow_unused=True)
+    products = {
+        n: torch.zeros_like(weights[n]) if g is None else weights[n].detach() * g
+        for n, g in zip(names, gradients, strict=True)
+    }
+    sums = {s.name: [m.sums(products[m.parameter], s.size) for m in s.readers] for s in sets}
+    return {name: torch.stack(values).sum(0).square() for name, values in sums.items()}
+
+
+def _fits(member: Member, reads: Sequence[Read]) -> bool:
     """Whether the places of a member are the input channels of the calls that read it, padded alike on both sides."""
     for call, _ in reads:
         axis = 0 if call.transposed else 1

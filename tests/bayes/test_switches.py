@@ -68,6 +68,32 @@ def test_it_is_the_mean_square_of_the_derivative_by_the_switch() -> None:
         torch.testing.assert_close(found[s.name], expected[s.name], rtol=1e-6, atol=1e-12)
 
 
+def test_frozen_weights_hold_their_groups_too() -> None:
+    model = Residual().eval()
+    x, y = torch.randn(6, 2, 8, 8), torch.randint(3, (6,))
+    sets = find_groups(model, x[:1]).sets
+
+    def found() -> dict[str, Tensor]:
+        return switch_curvature(model, sets, [(x, y)], torch.Generator().manual_seed(0), nn.functional.cross_entropy)
+
+    expected = found()
+    model.body.requires_grad_(False)
+    model.grouped.requires_grad_(False)
+    for name, value in found().items():
+        torch.testing.assert_close(value, expected[name])
+    assert not model.grouped.weight.requires_grad and not model.body[0].weight.requires_grad
+
+
+def test_attention_is_held_by_its_heads() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 4, 12, batch_first=True)
+    x, y = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    sets = find_groups(model, x).sets
+    assert {s.size for s in sets} == {4, 12}
+    found = switch_curvature(model, sets, [(x, y)], torch.Generator().manual_seed(0))
+    assert all(bool((value > 0).all()) for value in found.values())
+
+
 def test_where_samples_cannot_be_told_apart_it_is_right_on_average() -> None:
     model = Residual().double().eval()
     x, y = torch.randn(4, 2, 8, 8, dtype=torch.float64), torch.randint(3, (4,))
