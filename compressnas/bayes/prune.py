@@ -19,7 +19,7 @@ from compressnas.coupling import output_sets
 from compressnas.data import DataSet, batches
 from compressnas.errors import InputError
 from compressnas.gauge import Gauge
-from compressnas.groups import GroupSet, group_sizes, kept_fractions, layer_weights, norms, weights_of
+from compressnas.groups import GroupSet, KeptFractions, group_sizes, layer_weights, norms, weights_of
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.progress import Step
@@ -76,12 +76,12 @@ def penalty_strengths(model: nn.Module, sets: Sequence[GroupSet], example: Input
     total_weights = sum(weights[w].numel() for own in layer_weights(model).values() for w in own)
     mean = max(sum(layer_flops.values()), 1) / max(total_weights, 1)
     alive = {s.name: torch.ones(s.size, dtype=torch.bool) for s in sets}
-    outputs = output_sets(model, example)
+    fractions = KeptFractions(model, sets, output_sets(model, example))
     result = {}
     for group_set in sets:
         without_first = dict(alive)
         without_first[group_set.name] = torch.arange(group_set.size) > 0
-        left = kept_fractions(model, sets, without_first, outputs)
+        left = fractions(without_first)
         saved = sum(flops * (1 - left.get(name, 1.0)) for name, flops in layer_flops.items())
         per_weight = saved / float(group_sizes(group_set, weights)[0])
         strength = settings.lam * max(per_weight / mean, 1e-3) ** settings.lam_cost_power
