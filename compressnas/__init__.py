@@ -16,7 +16,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BayesPruner", "Check", "Cost", "Found", "InputError", "Proof", "RunFailed", "SlimArch", "carry_optimizer",
-    "decide", "export_onnx", "find_groups", "load", "measure", "reachable", "remove", "save",
+    "decide", "export_onnx", "find_groups", "load", "measure", "reachable", "reconstruct",
+    "remove", "save",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from compressnas.measure import Cost
     from compressnas.measure import cost as measure
     from compressnas.reachable import reachable
+    from compressnas.reconstruct import reconstruct
     from compressnas.slim import SlimArch
     from compressnas.store import load, save
     from compressnas.surgery import Found, Proof, find_groups
@@ -49,6 +51,7 @@ else:
         "load": "store",
         "measure": "measure:cost",
         "reachable": "reachable",
+        "reconstruct": "reconstruct",
         "remove": "api",
         "save": "store",
     }

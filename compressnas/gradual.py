@@ -14,6 +14,7 @@ from compressnas.decide import choose
 from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.recipe import Baseline, Target
+from compressnas.reconstruct import reconstruct
 from compressnas.slim import SlimArch
 from compressnas.surgery import Found, find_groups, remove, same_groups
 from compressnas.train import Work, fit, stage_seed
@@ -47,6 +48,8 @@ def criterion_prune(dense: nn.Module, data: DataSet, settings: Baseline, work: W
         slim, facts = choose(
             network, example, settings.kind, target, None, settings.round_to, evidence, (), 1, settings.scope, found
         )
+        if settings.reconstruct and any(slim.removed(name) for name in slim.sizes):
+            network = reconstruct(network, example, slim, some, progress=work.progress)
         if step < settings.steps and any(slim.removed(name) for name in slim.sizes):
             network, slim, _, _ = remove(network, example, slim, images)
             origin = _composed(origin, slim)

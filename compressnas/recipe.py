@@ -300,7 +300,12 @@ class Bayes(Distilled):
     falls_in: float = Field(
         default=1.0, gt=0, le=1, description="with control: budget, the part of the epochs in which the cost falls"
     )
-    epochs: int = Field(default=12, ge=1)
+    reconstruct: bool = Field(
+        default=False,
+        description="with control: budget, units go at once, and the other weights are solved anew for what their "
+        "layers gave before",
+    )
+    epochs: int = Field(default=12, ge=0, description="0, with control: budget, takes all that is to go in one step")
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
     batch_size: int = Field(default=128, ge=1)
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -318,8 +323,10 @@ class Bayes(Distilled):
     def _counts(self) -> "Bayes":
         if self.target is not None and self.target.kind == "latency":
             raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
-        if self.control == "lam" and (self.scope != "global" or self.falls_in < 1):
-            raise ValueError("scope, falls_in: expected only with control: budget")
+        if self.control == "lam" and (self.scope != "global" or self.falls_in < 1 or self.reconstruct):
+            raise ValueError("scope, falls_in, reconstruct: expected only with control: budget")
+        if self.control == "lam" and self.epochs == 0:
+            raise ValueError("epochs: expected at least 1 with control: lam")
         if self.control == "budget" and self.target is None:
             raise ValueError("control: budget needs a target; expected this section, too")
         if self.control == "budget" and {"column", "shape"} & set(self.groups):
@@ -335,6 +342,9 @@ class Baseline(Section):
     scope: Literal["uniform", "global"] = "uniform"
     round_to: int = Field(default=1, ge=1, description="layers keep a multiple of this many channels")
     batches: int = Field(default=16, ge=1, description="training batches that taylor reads")
+    reconstruct: bool = Field(
+        default=False, description="the weights that stay are solved anew for what their layers gave before"
+    )
     batch_size: int = Field(default=128, ge=1)
     steps: int = Field(default=1, ge=1, description="each keeps the same fraction of what the one before kept")
     training: Train | None = Field(

@@ -16,7 +16,7 @@ from compressnas.measure import cost
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
 from compressnas.recipe import Baseline, Synthetic, Target, Train
-from compressnas.surgery import remove
+from compressnas.surgery import masked, remove
 from compressnas.train import make_work
 
 __all__ = ["write"]
@@ -53,6 +53,18 @@ def test_the_last_of_several_steps_reaches_the_target(dense: nn.Module, data: Da
         assert len(fact["norm"]) == decision.slim.sizes[name] and not gone & set(decision.slim.kept[name])
     assert any(0 in fact["norm"] for fact in decision.groups.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+
+
+def test_the_rest_may_be_fitted_to_what_has_gone(dense: nn.Module) -> None:
+    settings = Synthetic(name="synthetic", shape=(3, 16, 16), classes=3, train=256, validation=8, test=8)
+    data = load_data(settings, seed=0)
+    plain, fitted = (pruned(dense, data, reconstruct=yes) for yes in (False, True))
+    assert fitted.slim == plain.slim
+    images = data.train.__getitems__(range(64))[0]
+    with torch.no_grad():
+        away = [(masked(d.model, images[:1], d.slim).eval()(images) - dense(images)).norm() for d in (fitted, plain)]
+    assert away[0] < 0.8 * away[1]
+    assert remove(fitted.model, images[:1], fitted.slim, images[:8])[3].verdict == "equal"
 
 
 def test_one_step_is_what_decide_says(dense: nn.Module, data: DataSet) -> None:

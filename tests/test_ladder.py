@@ -41,7 +41,7 @@ FLOORS = """
     runfolder latency predict budget store folding
 
     surgery data plots
-    train report baselines api carry gauge
+    train report baselines api carry gauge reconstruct
     choice
     decide reachable
     weights

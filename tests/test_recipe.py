@@ -273,13 +273,16 @@ def test_a_budget_that_sets_the_pace_needs_a_target_and_whole_units(write: Write
     method = load_recipe(path, good).method
     assert isinstance(method, Bayes) and method.control == "budget"
     assert told(path, *good, setting).startswith("method: control: budget")
-    assert told(path, "method.falls_in=0.5").startswith("method: scope, falls_in: expected only with control: budget")
+    for only in ("method.falls_in=0.5", "method.reconstruct=true"):
+        assert told(path, only).startswith("method: scope, falls_in, reconstruct: expected only with control: budget")
+    assert told(path, "method.epochs=0") == "method: epochs: expected at least 1 with control: lam"
+    assert load_recipe(path, [*good, "method.epochs=0"]).method.epochs == 0  # type: ignore[union-attr]
 
 
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
     assert set(recipe.method.model_dump(exclude_none=True)) == {
-        "kind", "target", "scope", "round_to", "batches", "batch_size", "steps", "group_norm",
+        "kind", "target", "scope", "round_to", "batches", "reconstruct", "batch_size", "steps", "group_norm",
     }  # fmt: skip
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
 

@@ -53,6 +53,14 @@ def _conv(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any
     return Call(weight, input.detach(), _each(stride, spatial), pads, dilations, groups)
 
 
+def of_convolution(layer: nn.Module, inputs: Tensor) -> tuple[Call, tuple[int, ...]]:
+    """The call of a convolution with zero padding on (B, C, *size), and how many positions it has along each axis."""
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    one = _conv(inputs, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+    axes = zip(inputs.shape[2:], one.padding, one.dilation, layer.kernel_size, one.stride, strict=True)
+    return one, tuple((size + sum(pad) - gap * (kernel - 1) - 1) // step + 1 for size, pad, gap, kernel, step in axes)
+
+
 def _conv_transpose(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
                     output_padding: Any = 0, groups: int = 1, dilation: Any = 1) -> Call:  # fmt: skip
     spatial = weight.dim() - 2

@@ -24,6 +24,7 @@ from compressnas.inputs import Inputs
 from compressnas.measure import cost
 from compressnas.progress import Step
 from compressnas.recipe import Bayes, Train
+from compressnas.reconstruct import reconstruct
 from compressnas.slim import SlimArch
 from compressnas.surgery import Found, find_groups, origins, remove, same_groups
 from compressnas.train import (
@@ -201,12 +202,24 @@ class _Loop:
     def run(self) -> None:
         settings, work = self.settings, self.work
         self._restore()
+        if settings.epochs == 0:
+            return self._at_once()
         loader = work.accelerator.prepare(training_batches(self.data, settings.batch_size, work, STAGE, self.epoch))
         with work.progress.stage(STAGE, settings.epochs * len(loader)) as step:
             step(self.epoch * len(loader))
             while self.epoch < settings.epochs and not self.reached:
                 self._one_epoch(loader, step)
                 self._save()
+
+    def _at_once(self) -> None:
+        """Down to the target with no training."""
+        if not self.reached:
+            self._choose_next(0.0, 0.0)
+            self._drop(0.0)
+            if self.compacts:
+                self._compact()
+            self.reached = True
+            self._save()
 
     def _one_epoch(self, loader: Any, step: Step) -> None:
         """Rounds of: variance update, proximal SGD, removal of what died."""
@@ -218,6 +231,8 @@ class _Loop:
                 self._update(taken / steps)
             elif (self.epoch + taken / steps) / self.settings.epochs < self.settings.falls_in:
                 self._choose_next(taken / steps, (taken + round_steps) / steps)
+                if self.settings.reconstruct:
+                    self._drop(taken / steps)
             else:  # the target is reached: what is left trains on
                 self.going, round_steps = {}, steps - taken
             loss, error, count = self._one_round(iterator, round_steps, step)
@@ -285,12 +300,27 @@ class _Loop:
         """
         some, generator = self._some_images(part)
         evidence = self.prior.update_switches(switch_curvature(self.model, self.sets, some, generator))
-        done = (self.epoch + then) / self.settings.epochs / self.settings.falls_in
+        done = (self.epoch + then) / self.settings.epochs / self.settings.falls_in if self.settings.epochs else 1.0
         dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
         goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)
         sizes = self.sizes if self.settings.scope == "uniform" else None
         left = self.gauge.fewest(alive, evidence, goal, sizes)
         self.going = {n: (flags & ~left[n]).to(self.prior.alive[n].device) for n, flags in alive.items()}
+
+    def _drop(self, part: float) -> None:
+        """What is to go goes now; the weights that stay are fitted to that, if they are to be."""
+        if self.settings.reconstruct:
+            alive = {n: flags & ~self.going[n] for n, flags in self.prior.alive.items()}
+            some, _ = self._some_images(part)
+            fitted = reconstruct(self.model, self.example, self._decision(alive), some, progress=self.work.progress)
+            self.model.load_state_dict(fitted.state_dict())
+        self.prior.fade({n: (~goes).float() for n, goes in self.going.items()})
+        self.going = {}
+
+    def _decision(self, alive: Mapping[str, Tensor]) -> SlimArch:
+        """What stays of the network as it is now."""
+        kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
+        return SlimArch(kept, {s.name: s.size for s in self.sets})
 
     def _some_images(self, part: float) -> tuple[Iterator[tuple[Tensor, Tensor]], torch.Generator]:
         """Fresh training batches for the curvature, and what draws its targets."""
@@ -304,13 +334,12 @@ class _Loop:
 
     def _compact(self) -> None:
         """Remove the units that are dead already: later epochs cost what is left. The proof is that of any removal."""
-        alive = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in self.prior.alive.items()}
-        sizes = {s.name: s.size for s in self.sets}
-        if all(len(alive[name]) == sizes[name] for name in sizes):
+        decision = self._decision(self.prior.alive)
+        if not any(decision.removed(name) for name in decision.sizes):
             return
         old = self.prior
-        small, kept, _, _ = remove(self.model, self.example, SlimArch(alive, sizes), self.proof_images)
-        self._adopt(small, {name: tuple(self.origin[name][i] for i in kept.kept[name]) for name in sizes})
+        small, kept, _, _ = remove(self.model, self.example, decision, self.proof_images)
+        self._adopt(small, {name: tuple(self.origin[name][i] for i in kept.kept[name]) for name in kept.sizes})
         self.prior.take_over(old, kept.kept)
 
     # ------------------------------------------------------------ checkpoints

@@ -28,8 +28,8 @@ def data() -> DataSet:
 def shrunk(data: DataSet, work: Work | None = None, **settings: Any) -> tuple[torch.nn.Module, prune.Decision]:
     torch.manual_seed(0)
     model = BUILDERS["lenet5"](data.shape, 3)
-    curvature = Curvature(samples=16, batch_size=16)
-    bayes = Bayes(kind="bayes", groups=("coupled",), batch_size=16, curvature=curvature, **settings)
+    settings = {"curvature": Curvature(samples=16, batch_size=16), **settings}
+    bayes = Bayes(kind="bayes", groups=("coupled",), batch_size=16, **settings)
     return model, prune.bayes_prune(model, data, bayes, work or make_work("cpu", 0, None, Progress(quiet=True)))
 
 
@@ -84,6 +84,36 @@ def test_the_cost_may_fall_early_and_what_is_left_trains_on(data: DataSet, scope
     on_budget(data, work, falls_in=0.3, updates_per_epoch=2, scope=scope)
     first, *later = [record["flops"] for record in work.history["shrink"]]
     assert later == [first, first] and len({record["loss"] for record in work.history["shrink"]}) == 3
+
+
+def test_with_no_epochs_all_that_is_to_go_goes_at_once(tmp_path: Path) -> None:
+    settings = Synthetic(name="synthetic", shape=(1, 16, 16), classes=3, train=600, validation=64, test=8)
+    data, work = load_data(settings, seed=0), make_work("cpu", 0, None, Progress(quiet=True), tmp_path)
+    images, many = data.validation.__getitems__(range(64))[0], Curvature(samples=600, batch_size=100)
+
+    def pruned(**more: Any) -> tuple[torch.nn.Module, prune.Decision]:
+        return shrunk(data, work, control="budget", target={"flops": 0.5}, epochs=0, curvature=many, **more)
+
+    model, plain = pruned()
+    assert "shrink" not in work.history or not work.history["shrink"]
+    again = pruned()[1]  # from its checkpoint
+    assert again.slim == plain.slim
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), again.model.parameters(), strict=True))
+    (tmp_path / "shrink.pt").unlink()
+    fitted = pruned(reconstruct=True)[1]
+    assert fitted.slim == plain.slim  # decided before
+    small, _, _, proof = remove(fitted.model, images[:1], fitted.slim, images[:8])
+    assert proof.verdict == "equal" and cost(small, images[:1]).flops <= 0.5 * cost(model, images[:1]).flops
+    with torch.no_grad():
+        lost = [(d.model.eval()(images) - model.eval()(images)).norm() for d in (fitted, plain)]
+    assert lost[0] < lost[1]
+
+
+def test_what_goes_in_a_round_goes_at_once_where_the_rest_is_fitted(data: DataSet) -> None:
+    model, decision = on_budget(data, reconstruct=True)
+    images = data.validation.__getitems__(range(8))[0]
+    small, _, _, proof = remove(decision.model, images[:1], decision.slim, images)
+    assert proof.verdict == "equal" and cost(small, images[:1]).flops <= 0.3 * cost(model, images[:1]).flops
 
 
 def test_interrupted_on_the_way_it_ends_the_same(

@@ -1,0 +1,290 @@
+"""What the weights that stay become when groups go: each layer is solved anew for what it gave before.
+
+Where some of a layer's inputs are gone, the mean of the Gaussian posterior of its other weights, given that, is
+W' = argmin sum_n ||W x_n - W' x'_n||^2 + r ||W' - W||^2, with x_n the inputs that the layer had and x'_n those that it
+has now (Hassibi and Stork, Optimal brain surgeon, 1992, equation 5, with the curvature of one layer; He et al., Channel
+pruning, arXiv 1707.06168, equation 5, for x'). It takes no labels and no training.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressnas.bayes.calls import eval_mode, patches
+from compressnas.bayes.calls import of_convolution as call_of
+from compressnas.errors import InputError
+from compressnas.inputs import Inputs, call, map_tensors
+from compressnas.interface import samples as samples_of
+from compressnas.interface import take
+from compressnas.progress import Progress
+from compressnas.slim import SlimArch
+from compressnas.surgery import masked
+
+STAGE = "reconstruct"
+SAMPLES = 1024
+POSITIONS = 64  # of a sample, drawn for each layer: neighbouring ones say nearly the same
+RIDGE = 1e-3  # r, as a part of the mean of the diagonal of sum x'x''
+ROWS = 4  # for each input of a layer at least; with fewer the fit would follow chance, and the layer is masked only
+WIDEST = 8192  # inputs of a layer, channels times kernel, whose second moments are worked with
+AT_ONCE = 16  # samples whose patches are in memory
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def reconstruct(
+    model: nn.Module,
+    example_inputs: Inputs,
+    slim: SlimArch,
+    data: Iterable[Any],
+    *,
+    samples: int = SAMPLES,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The network with the groups that go masked, and the other weights fitted to what its layers gave before.
+
+    Convolutions and linear layers are fitted one after the other, in the order in which they run, from the first that
+    loses something on; each reads what the fitted ones before it give. Statistics of batch norms move with their input.
+    Masked only: layers that run twice, share their weights or hold frozen ones, grouped and transposed convolutions,
+    attention and the like, and layers with more inputs than `samples` tell about.
+
+        slim = cn.decide(model, x, target={"flops": 0.5})
+        small, proof = cn.remove(cn.reconstruct(model, x, slim, loader), x, slim)
+
+    Args:
+        model: the trained network; not changed.
+        example_inputs: a tensor (B, ...), a tuple of arguments or a mapping of named ones.
+        slim: the decision, of `decide` or of a file.
+        data: yields (inputs, targets), inputs like `example_inputs`; targets are not read.
+        samples: so many are read, as far as there are.
+        progress: shows a stage of that name.
+
+    Raises:
+        InputError: the decision does not fit the network, the network cannot be traced, or there is no batch.
+    """
+    device = next(model.parameters()).device
+    batches = list(_some(data, samples, device))
+    if not batches:
+        raise InputError("data: no batch; expected (inputs, targets)")
+    small, left = masked(model, example_inputs, slim), _left(model, example_inputs, slim)
+    with eval_mode(model), eval_mode(small), torch.no_grad():
+        steps = _steps(model, batches[0])
+        first = next((i for i, step in enumerate(steps) if not _whole(left, step.name)), len(steps))
+        with (progress or Progress(quiet=True)).stage(STAGE, len(steps) - first) as done:
+            for step in steps[first:]:
+                if step.is_norm:
+                    _measure(model, small, step.name, batches)
+                elif (columns := _columns_left(left, step.name)) is not None:
+                    _fit(model, small, step, columns, batches)
+                done(1)
+    return small
+
+
+def _some(data: Iterable[Any], samples: int, device: torch.device) -> Iterator[Inputs]:
+    """Inputs of the first batches, so many samples in all."""
+    for batch in data:
+        inputs = map_tensors(batch[0], lambda t: t.to(device))
+        count = samples_of(inputs)
+        yield inputs if count <= samples else take(inputs, torch.arange(samples))
+        samples -= count
+        if samples <= 0:
+            return
+
+
+# ---------------------------------------------------------------- what is to be done
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A layer or a batch norm, in the order in which the network runs.
+
+    Attributes:
+        centred: whether a constant in what the layer makes does not matter, since a batch norm reads it.
+    """
+
+    name: str
+    is_norm: bool
+    centred: bool = False
+
+
+def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
+    """The layers that can be fitted, and the batch norms."""
+    order: list[tuple[str, Tensor | None, Any]] = []  # name, its input, its output
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, (*_CONVS, nn.Linear, *_NORMS)):
+            note = lambda _, inputs, output, name=name: order.append((name, inputs[0] if inputs else None, output))  # noqa: E731
+            hooks.append(module.register_forward_hook(note))
+    try:
+        call(model, take(inputs, torch.arange(1)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    modules, runs = dict(model.named_modules()), [name for name, _, _ in order]
+    parameters = [id(p) for m in modules.values() for p in m._parameters.values()]
+    read_by_norm = {id(made) for name, made, _ in order if isinstance(modules[name], _NORMS)}
+    steps = []
+    for name, given, output in order:
+        module = modules[name]
+        if runs.count(name) > 1 or given is None:
+            continue
+        if isinstance(module, _NORMS):
+            steps.append(_Step(name, is_norm=True))
+        elif _can_be_fitted(module, parameters):
+            steps.append(_Step(name, is_norm=False, centred=id(output) in read_by_norm))
+    return steps
+
+
+def _can_be_fitted(module: nn.Module, parameters: list[int]) -> bool:
+    weight = module._parameters.get("weight")  # a parametrised one is no parameter
+    if weight is None or not weight.requires_grad or parameters.count(id(weight)) > 1:
+        return False
+    plain = not isinstance(module, _CONVS) or (module.groups == 1 and module.padding_mode == "zeros")
+    return plain and weight[0].numel() <= WIDEST
+
+
+def _left(model: nn.Module, example: Inputs, slim: SlimArch) -> dict[str, Tensor]:
+    """Weight -> bool, shaped like it: which of its elements a mask leaves."""
+    ones = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in ones.parameters():
+            parameter.fill_(1)
+    return {name: parameter.detach() != 0 for name, parameter in masked(ones, example, slim).named_parameters()}
+
+
+def _whole(left: dict[str, Tensor], name: str) -> bool:
+    return f"{name}.weight" not in left or bool(left[f"{name}.weight"].all())
+
+
+def _columns_left(left: dict[str, Tensor], name: str) -> Tensor | None:
+    """(C * kernel,) bool: the inputs that are read; None where outputs differ in that."""
+    flat = left[f"{name}.weight"].flatten(1)
+    return flat[0] if bool((flat == flat[:1]).all()) else None
+
+
+# ---------------------------------------------------------------- doing it
+
+
+class _Reached(Exception):
+    """A network has come as far as it is needed."""
+
+
+def _inputs_of(model: nn.Module, name: str, batches: Iterable[Inputs]) -> Iterator[Tensor]:
+    """What a module reads, batch by batch; nothing after it runs."""
+    got: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        got.append(inputs[0])
+        raise _Reached
+
+    hook = model.get_submodule(name).register_forward_pre_hook(stop)
+    try:
+        for inputs in batches:
+            try:
+                call(model, inputs)
+            except _Reached:
+                yield got.pop()
+    finally:
+        hook.remove()
+
+
+def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batches: list[Inputs]) -> None:
+    """Solve one layer of `small`, in place."""
+    dense, layer = model.get_submodule(step.name), small.get_submodule(step.name)
+    assert isinstance(dense.weight, Tensor) and isinstance(layer.weight, Tensor)
+    before = dense.weight.flatten(1)  # (N, C * kernel)
+    kept = columns.cpu()
+    sums = _Moments(int(kept.sum()), len(before))
+    generator = torch.Generator().manual_seed(0)
+    pairs = zip(_inputs_of(model, step.name, batches), _inputs_of(small, step.name, batches), strict=True)
+    for had, has in pairs:
+        for some in range(0, len(had), AT_ONCE):
+            rows, now = _rows(dense, had[some : some + AT_ONCE]), _rows(layer, has[some : some + AT_ONCE])
+            places = torch.randperm(rows.shape[1], generator=generator)[:POSITIONS].to(rows.device)
+            given = rows[:, places].flatten(0, 1) @ before.T  # (n, N)
+            sums.add(now[:, places].flatten(0, 1)[:, columns].cpu(), given.cpu())
+    if sums.count < ROWS * len(kept):
+        return
+    bias, dense_bias = layer.bias, dense.bias
+    free = step.centred or (isinstance(bias, Tensor) and bias.requires_grad)
+    solved = sums.solve(before[:, columns].cpu().double(), free)
+    after = torch.zeros(len(before), len(kept), dtype=torch.float64)
+    after[:, kept] = solved
+    layer.weight.copy_(after.reshape(layer.weight.shape))
+    if isinstance(bias, Tensor) and isinstance(dense_bias, Tensor) and bias.requires_grad:
+        shift = sums.mean_given - solved @ sums.mean_now
+        bias.copy_(dense_bias.cpu() + shift)
+
+
+def _rows(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """(B, positions, C * kernel): what the layer multiplies its weights with."""
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    one, positions = call_of(layer, inputs)
+    return patches(one, inputs, positions).movedim(1, 2)
+
+
+class _Moments:
+    """Sums over rows of what a layer reads now, x' (K,), and what it gave, y (N,), in float64 on the CPU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.count = 0
+        self._now, self._given = (torch.zeros(n, dtype=torch.float64) for n in (inputs, outputs))
+        self._square = torch.zeros(inputs, inputs, dtype=torch.float64)
+        self._cross = torch.zeros(inputs, outputs, dtype=torch.float64)
+
+    def add(self, now: Tensor, given: Tensor) -> None:
+        """(n, K) and (n, N)."""
+        self.count += len(now)
+        self._now += now.sum(0)
+        self._given += given.sum(0)
+        self._square += now.T @ now
+        self._cross += now.T @ given
+
+    @property
+    def mean_now(self) -> Tensor:
+        return self._now / self.count
+
+    @property
+    def mean_given(self) -> Tensor:
+        return self._given / self.count
+
+    def solve(self, before: Tensor, free: bool) -> Tensor:
+        """(N, K): the weights `before` (N, K) fitted; with `free` a constant in what the layer makes is not counted."""
+        square, cross = self._square, self._cross
+        if free:
+            square = square - self.count * self.mean_now[:, None] * self.mean_now
+            cross = cross - self.count * self.mean_now[:, None] * self.mean_given
+        ridge = RIDGE * float(square.diagonal().mean()) or 1.0
+        eye = torch.eye(len(square), dtype=torch.float64)
+        solved: Tensor = torch.linalg.solve(square + ridge * eye, cross + ridge * before.T).T
+        return solved
+
+
+def _measure(model: nn.Module, small: nn.Module, name: str, batches: list[Inputs]) -> None:
+    """The statistics of a batch norm, in place: those it has, moved as far as what it reads has moved.
+
+    They come from augmented data and from weights that were still moving, so that to measure them would change the
+    network even where nothing is gone.
+    """
+    norm: Any = small.get_submodule(name)
+    if norm.running_mean is None:
+        return
+    mean, variance = _mean_and_variance(_inputs_of(model, name, batches))
+    mean_now, variance_now = _mean_and_variance(_inputs_of(small, name, batches))
+    norm.running_mean.add_((mean_now - mean).to(norm.running_mean))
+    grown = torch.where(variance > 0, variance_now / variance.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+    norm.running_var.mul_(grown.to(norm.running_var))
+
+
+def _mean_and_variance(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each channel, (C,) float64."""
+    count, total, squares = 0, torch.zeros(1), torch.zeros(1)
+    for inputs in batches:
+        values = inputs.movedim(1, -1).flatten(0, -2).cpu().double()  # (n, C)
+        count, total, squares = count + len(values), total + values.sum(0), squares + values.square().sum(0)
+    mean = total / count
+    return mean, (squares / count - mean.square()).clamp(min=0)

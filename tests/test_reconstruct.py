@@ -1,0 +1,201 @@
+"""Weights that stay are fitted to what the layers gave before: against a slow twin, and on random networks."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_surgery_random import FEW, NETWORKS, built
+from torch import Tensor, nn
+
+import compressnas as cn
+from compressnas.progress import Progress
+from compressnas.slim import SlimArch
+from compressnas.surgery import find_groups, masked, relative_difference
+
+rooms = import_module("compressnas.reconstruct")  # the package has a function of that name
+
+
+def batches(*inputs: Any) -> list[tuple[Any, None]]:
+    return [(one, None) for one in inputs]
+
+
+def error(model: nn.Module, other: nn.Module, inputs: Tensor) -> float:
+    with torch.no_grad():
+        difference = model.eval()(inputs) - other.eval()(inputs)
+    return float(difference.norm())
+
+
+# ---------------------------------------------------------------- one layer, against its definition
+
+
+def twin(dense: nn.Conv2d, had: Tensor, has: Tensor, kept: list[int]) -> tuple[Tensor, Tensor]:
+    """Position by position in float64: the mean-free least squares, with the ridge towards the weights there were."""
+    k, s, p = dense.kernel_size[0], dense.stride[0], int(dense.padding[0])
+    rows, given = [], []
+    for x, now in zip(had.double(), has.double(), strict=True):
+        y = dense.double()(x[None])[0]
+        now = nn.functional.pad(now, (p, p, p, p))
+        for i in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                rows.append(now[kept, i * s : i * s + k, j * s : j * s + k].reshape(-1))
+                given.append(y[:, i, j])
+    a, b = torch.stack(rows), torch.stack(given).detach()
+    mean_a, mean_b = a.mean(0), b.mean(0)
+    a, b = a - mean_a, b - mean_b
+    before = dense.weight.detach().double()[:, kept].flatten(1)
+    ridge = rooms.RIDGE * float((a.T @ a).diagonal().mean())
+    wide = torch.cat([a, ridge**0.5 * torch.eye(a.shape[1], dtype=a.dtype)])
+    high = torch.cat([b, ridge**0.5 * before.T])
+    solved = torch.linalg.lstsq(wide, high).solution.T
+    return solved.reshape(len(before), len(kept), k, k), mean_b - solved @ mean_a
+
+
+def test_a_layer_is_solved_as_its_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "POSITIONS", 10**6)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 4, 3, stride=2, padding=1), nn.Flatten()
+    )
+    images = torch.randn(40, 2, 8, 8)
+    slim = SlimArch({"0.out": (0, 2, 3)}, {"0.out": 5})
+    fitted = cn.reconstruct(model, images[:1], slim, batches(images[:20], images[20:]))
+    inner = model[1](model[0](images)).detach()
+    weight, bias = twin(model[2], inner, inner, [0, 2, 3])  # type: ignore[arg-type]
+    model.float()
+    assert torch.allclose(fitted[2].weight[:, [0, 2, 3]].double(), weight, atol=1e-5)  # type: ignore[index, union-attr]
+    assert torch.allclose(fitted[2].bias.double(), bias, atol=1e-5)  # type: ignore[index, union-attr, operator]
+    assert not fitted[2].weight[:, [1, 4]].any()  # type: ignore[index, union-attr]
+    assert torch.equal(fitted[0].weight, model[0].weight)  # type: ignore[index, arg-type]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_units_that_others_can_stand_for_are_missed_by_nobody(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unit 1 is twice unit 0 and a constant; the next layer is followed by a batch norm where it has no bias."""
+    monkeypatch.setattr(rooms, "RIDGE", 1e-9)
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, bias=bias)
+    with torch.no_grad():
+        first.weight[1] = 2 * first.weight[0]
+    after: list[nn.Module] = [] if bias else [nn.BatchNorm2d(4)]
+    model = nn.Sequential(first, second, *after, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)).eval()
+    images = torch.randn(300, 2, 8, 8)
+    slim = SlimArch({"0.out": (0, 2, 3)}, {"0.out": 4})
+    fitted = cn.reconstruct(model, images[:1], slim, batches(images))
+    assert error(model, masked(model, images[:1], slim), images) > 1
+    assert error(model, fitted, images) < 1e-2
+    small, proof = cn.remove(fitted, images[:1], slim)
+    assert proof.verdict == "equal" and error(model, small, images) < 1e-2
+
+
+def test_layers_further_on_make_up_for_what_is_lost() -> None:
+    """What cannot be seen from the layer that reads the units alone: inputs are those of the network as it is now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(4)])
+    model.append(nn.Flatten())
+    images = torch.randn(200, 4, 6, 6)
+    slim = SlimArch({"0.0.out": (0, 1, 2)}, {"0.0.out": 4})
+    fitted = cn.reconstruct(model, images[:1], slim, batches(*images.split(64)))
+    assert all(not torch.equal(fitted[i][0].weight, model[i][0].weight) for i in (1, 2, 3))  # type: ignore[index]
+    assert error(model, fitted, images) < 0.9 * error(model, masked(model, images[:1], slim), images)
+
+
+# ---------------------------------------------------------------- any network
+
+
+@FEW
+@given(NETWORKS, st.integers(0, 99))
+def test_random_networks_lose_less_and_are_removed_exactly(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(400, 2, 8, 8, generator=generator)
+    try:
+        found = find_groups(model.eval(), images[:1])
+    except cn.InputError:
+        return
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sizes = {s.name: s.size for s in found.sets}
+    kept = {
+        n: tuple(sorted(torch.randperm(s, generator=generator)[: -(-s * 2 // 3)].tolist())) for n, s in sizes.items()
+    }
+    slim = SlimArch(kept, sizes)
+    fitted = cn.reconstruct(model, images[:1], slim, batches(*images.split(128)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(bool(tensor.isfinite().all()) for tensor in fitted.state_dict().values())
+    assert relative_difference(masked(fitted, images[:1], slim), fitted, images[:4]) == 0
+    proof = cn.remove(fitted, images[:1], slim, images[:4])[1]
+    assert proof.max_relative_difference <= 1e-9
+    lost = error(model, masked(model, images[:1], slim), images)
+    assert error(model, fitted, images) <= 1.05 * lost + 1e-4
+
+
+def test_what_cannot_be_fitted_is_masked_only() -> None:
+    images = torch.randn(300, 2, 8, 8)
+    model = built(["grouped", "transposed", "multiplied"], "flat", head_first=False, seed=0).eval()
+    found = find_groups(model, images[:1])
+    slim = SlimArch({s.name: tuple(range(s.size // 2)) for s in found.sets}, {s.name: s.size for s in found.sets})
+    fitted, plain = cn.reconstruct(model, images[:1], slim, batches(images)), masked(model, images[:1], slim)
+    for name in ("blocks.0.0", "blocks.1.0", "blocks.2.0"):
+        assert torch.equal(fitted.get_submodule(name).weight, plain.get_submodule(name).weight)  # type: ignore[arg-type]
+
+
+def test_frozen_weights_stay_as_they_are() -> None:
+    images = torch.randn(300, 2, 8, 8)
+    model = built(["residual", "plain"], "mean", head_first=False, seed=0).eval()
+    model.get_submodule("blocks.1").requires_grad_(False)
+    slim = SlimArch({"stem.out": (0, 1, 2, 5)}, {"stem.out": 8})
+    plain = masked(model, images[:1], slim)
+    fitted = cn.reconstruct(model, images[:1], slim, batches(images))
+    assert torch.equal(fitted.get_parameter("blocks.1.0.weight"), plain.get_parameter("blocks.1.0.weight"))
+    assert not torch.equal(
+        fitted.get_parameter("blocks.0.body.0.weight"), plain.get_parameter("blocks.0.body.0.weight")
+    )
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.twice(self.twice(torch.relu(self.first(x)))))
+        return y
+
+
+def test_a_layer_that_runs_twice_is_masked_only() -> None:
+    model, x = Shared(), torch.randn(200, 4)
+    found = find_groups(model, x[:1])
+    slim = SlimArch({s.name: tuple(range(s.size - 2)) for s in found.sets}, {s.name: s.size for s in found.sets})
+    fitted = cn.reconstruct(model, x[:1], slim, batches(x))
+    assert torch.equal(fitted.twice.weight, masked(model, x[:1], slim).twice.weight)  # type: ignore[arg-type, union-attr]
+
+
+def test_too_few_samples_for_a_layer_leave_it_masked() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(200, 4)
+    slim = SlimArch({"0.out": (0, 1, 2)}, {"0.out": 6})
+    plain = masked(model, x[:1], slim)
+    few = cn.reconstruct(model, x[:1], slim, batches(x), samples=20)
+    assert torch.equal(few[2].weight, plain[2].weight)  # type: ignore[index, arg-type]
+    assert not torch.equal(cn.reconstruct(model, x[:1], slim, batches(x))[2].weight, plain[2].weight)  # type: ignore[index, arg-type]
+
+
+def test_the_same_twice_and_nothing_where_nothing_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    images = torch.randn(100, 2, 8, 8)
+    model = built(["residual"], "mean", head_first=False, seed=0)
+    whole = SlimArch({"stem.out": tuple(range(8))}, {"stem.out": 8})
+    same = cn.reconstruct(model, images[:1], whole, batches(images))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), same.state_dict().values(), strict=True))
+    slim = SlimArch({"stem.out": (0, 2)}, {"stem.out": 8})
+    rooms.reconstruct(model, images[:1], slim, batches(images), progress=Progress())
+    assert "reconstruct 5/5" in capsys.readouterr().out
+    one, two = (cn.reconstruct(model, images[:1], slim, batches(images)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    assert model.training
+
+
+def test_no_data_is_said() -> None:
+    model = built(["plain"], "mean", head_first=False, seed=0)
+    with pytest.raises(cn.InputError, match="data: no batch"):
+        cn.reconstruct(model, torch.randn(1, 2, 8, 8), SlimArch({"stem.out": (0,)}, {"stem.out": 8}), [])
