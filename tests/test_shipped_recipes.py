@@ -25,7 +25,8 @@ def shrunken(path: Path, *more: str) -> Recipe:
     settings = [f"data={{name: synthetic, shape: {shape}, {counts}}}", "threads=1"]
     settings += ["model.weights=", "model.fresh=[]", "train.epochs=1", "finetune.epochs=1"]
     if recipe.method.kind == "bayes":
-        settings += ["method.curvature.samples=64", f"method.epochs={1 if deep else 2}"]
+        epochs = min(recipe.method.epochs, 1 if deep else 2)
+        settings += ["method.curvature.samples=64", f"method.epochs={epochs}"]
         settings += ["method.updates_per_epoch=1"] if deep else []  # each round removes what died, which takes a while
     return load_recipe(path, [*settings, *more])
 

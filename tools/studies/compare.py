@@ -1,14 +1,16 @@
 """A Bayes recipe against baselines and training from scratch: same FLOPs, same total number of epochs, several seeds.
 
     python tools/studies/compare.py --root DATA --recipe mnist/lenet5_90k --seeds 5 --workers 2 --baselines magnitude
-    python tools/studies/compare.py --recipe cifar10/resnet20 --set data.path=c10.npz --set method.target.flops=0.25
-        --baselines magnitude fpgm taylor random --scratch
+    python tools/studies/compare.py --recipe cifar10/resnet20_quick --seeds 3 --workers 2 --scratch
+        --set 'data={name: npz, path: c10.npz, augment: [flip, crop]}' --set model.weights=resnet20.pt
+        --baselines magnitude fpgm taylor random group_norm magnitude+reconstruct
 
 For each seed: (1) the recipe as it is; (2) each baseline, from the same dense network to the FLOPs that (1) reached,
-fine-tuned like (1), for the epochs that (1) spent on shrinking and fine-tuning; (3) the structure that (1) found, with
-fresh weights: `labels` trains it for all epochs of (1), and `teacher` as (2), with the dense network as the teacher
-that (1) has, whose epochs count as spent. All choices were made on the validation split; each run reads the test split
-once, at its end. Runs that are finished are not repeated; killed ones are resumed.
+fine-tuned like (1), for the epochs that (1) spent on shrinking and fine-tuning (group_norm trains in the first of
+them); (3) the structure that (1) found, with fresh weights: `labels` trains it for all epochs of (1), and `teacher` as
+(2), with the dense network as the teacher that (1) has, whose epochs count as spent. All choices were made on the
+validation split; each run reads the test split once, at its end. Runs that are finished are not repeated; killed ones
+are resumed.
 
 Prints a Markdown table; the paired differences come with their 95 % t-interval.
 """
@@ -20,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,13 +50,19 @@ def point(out: Path, name: str) -> dict[str, Any]:
     return next(line for line in lines if line["point"] == name)
 
 
-def one_seed(arguments: argparse.Namespace, seed: int) -> None:
-    base = arguments.out / f"{Path(arguments.recipe).stem}-seed{seed}"
-    common = [f"seed={seed}", *arguments.set]
-    if arguments.root:
-        common.append(f"data.root={arguments.root}")
-    base.parent.mkdir(parents=True, exist_ok=True)
-    run(arguments.recipe, base, common)
+def base_of(arguments: argparse.Namespace, seed: int) -> Path:
+    out: Path = arguments.out
+    return out / f"{Path(arguments.recipe).stem}-seed{seed}"
+
+
+def common(arguments: argparse.Namespace, seed: int) -> list[str]:
+    root = [f"data.root={arguments.root}"] if arguments.root else []
+    return [f"seed={seed}", *arguments.set, *root]
+
+
+def others(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Path, list[str]]]:
+    """Folder and settings of each run that the recipe's own run is compared with."""
+    base, shared = base_of(arguments, seed), common(arguments, seed)
     epochs = {}
     for line in (base / "history.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -63,17 +72,25 @@ def one_seed(arguments: argparse.Namespace, seed: int) -> None:
     resolved = yaml.safe_load((base / "recipe.yaml").read_text())
     weights = [f"model.weights={base / 'dense.safetensors'}", "model.fresh=[]", "train=null"]
     for name in arguments.baselines:
-        method = f"method={{kind: {name}, target: {{flops: {float(flops)}}}, scope: {arguments.scope}}}"
-        run(arguments.recipe, Path(f"{base}-{name}"), [*common, *weights, method, f"finetune.epochs={after}"])
+        kind, _, reconstruct = name.partition("+")
+        method = {"kind": kind, "target": {"flops": float(flops)}, "scope": arguments.scope}
+        spent = 0
+        if kind == "group_norm":
+            training = {k: resolved["finetune"][k] for k in ("lr", "batch_size", "momentum", "weight_decay")}
+            method |= {"kind": "magnitude", "group_norm": arguments.group_norm, "training": {"epochs": 1, **training}}
+            spent = 1
+        if reconstruct:
+            method["reconstruct"] = True
+        settings = [f"method={json.dumps(method)}", f"finetune.epochs={after - spent}"]
+        yield Path(f"{base}-{name}"), [*shared, *weights, *settings]
     given = f"method={{kind: given, path: {base / 'slim.json'}, fresh: true}}"
     if "labels" in arguments.scratch:
         rate = arguments.scratch_lr or (resolved["train"] or resolved["finetune"])["lr"]
         alone = ["train=null", "model.weights=null", "finetune.distill=0", f"finetune.lr={rate}"]
         alone.append(f"finetune.epochs={after + epochs.get('train', 0)}")
-        run(arguments.recipe, Path(f"{base}-scratch"), [*common, *alone, given])
+        yield Path(f"{base}-scratch"), [*shared, *alone, given]
     if "teacher" in arguments.scratch:
-        taught = [*weights, given, f"finetune.epochs={after}"]
-        run(arguments.recipe, Path(f"{base}-scratch-teacher"), [*common, *taught])
+        yield Path(f"{base}-scratch-teacher"), [*shared, *weights, given, f"finetune.epochs={after}"]
 
 
 def table(arguments: argparse.Namespace) -> str:
@@ -108,16 +125,27 @@ def main() -> None:
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--root", help="folder of the data set")
     parser.add_argument("--seeds", type=lambda text: range(int(text)), default=range(5), help="how many, from 0")
-    parser.add_argument("--workers", type=int, default=1, help="seeds at a time, one thread each")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--baselines", nargs="*", default=[], help="criteria to compare with, see `compressnas list`")
+    parser.add_argument(
+        "--baselines",
+        nargs="*",
+        default=[],
+        help="criteria to compare with, see `compressnas list`; "
+        "group_norm (magnitude after an epoch with that regulariser); each also with +reconstruct",
+    )
+    parser.add_argument("--group-norm", type=float, default=5e-4, help="strength of that regulariser")
     parser.add_argument("--scratch", nargs="*", choices=["labels", "teacher"], default=["labels"])
     parser.add_argument("--scope", choices=["uniform", "global"], default="uniform", help="of the baselines")
     parser.add_argument("--scratch-lr", type=float, help="learning rate of `labels`; default: the dense network's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(arguments.workers) as pool:
-        list(pool.map(lambda seed: one_seed(arguments, seed), arguments.seeds))
+        own = [(base_of(arguments, seed), common(arguments, seed)) for seed in arguments.seeds]
+        list(pool.map(lambda one: run(arguments.recipe, *one), own))
+        rest = [one for seed in arguments.seeds for one in others(arguments, seed)]
+        list(pool.map(lambda one: run(arguments.recipe, *one), rest))
     print(table(arguments))
 
 
