@@ -60,10 +60,11 @@ def reconstruct(
         slim: the decision, of `decide` or of a file.
         data: yields (inputs, targets), inputs like `example_inputs`; targets are not read.
         samples: so many are read, as far as there are.
-        progress: shows a stage of that name.
+        progress: the display, in which this is a stage of its own.
 
     Raises:
-        InputError: the decision does not fit the network, the network cannot be traced, or there is no batch.
+        InputError: the decision does not fit the network, the network cannot be traced, or `data` yields something
+            else or nothing.
     """
     device = next(model.parameters()).device
     batches = list(_some(data, samples, device))
@@ -86,6 +87,8 @@ def reconstruct(
 def _some(data: Iterable[Any], samples: int, device: torch.device) -> Iterator[Inputs]:
     """Inputs of the first batches, so many samples in all."""
     for batch in data:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise InputError(f"data: a batch is {type(batch).__name__}; expected (inputs, targets)")
         inputs = map_tensors(batch[0], lambda t: t.to(device))
         count = samples_of(inputs)
         yield inputs if count <= samples else take(inputs, torch.arange(samples))
@@ -142,6 +145,8 @@ def _can_be_fitted(module: nn.Module, parameters: list[int]) -> bool:
     weight = module._parameters.get("weight")  # a parametrised one is no parameter
     if weight is None or not weight.requires_grad or parameters.count(id(weight)) > 1:
         return False
+    if type(module) not in (*_CONVS, nn.Linear):  # a subclass may do something else with its weight
+        return False
     plain = not isinstance(module, _CONVS) or (module.groups == 1 and module.padding_mode == "zeros")
     return plain and weight[0].numel() <= WIDEST
 
@@ -196,7 +201,9 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
     dense, layer = model.get_submodule(step.name), small.get_submodule(step.name)
     assert isinstance(dense.weight, Tensor) and isinstance(layer.weight, Tensor)
     before = dense.weight.flatten(1)  # (N, C * kernel)
-    kept = columns.cpu()
+    kept, exact = columns.cpu(), torch.promote_types(before.dtype, torch.float32)
+    if not kept.any():
+        return
     sums = _Moments(int(kept.sum()), len(before))
     generator = torch.Generator().manual_seed(0)
     pairs = zip(_inputs_of(model, step.name, batches), _inputs_of(small, step.name, batches), strict=True)
@@ -204,8 +211,8 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
         for some in range(0, len(had), AT_ONCE):
             rows, now = _rows(dense, had[some : some + AT_ONCE]), _rows(layer, has[some : some + AT_ONCE])
             places = torch.randperm(rows.shape[1], generator=generator)[:POSITIONS].to(rows.device)
-            given = rows[:, places].flatten(0, 1) @ before.T  # (n, N)
-            sums.add(now[:, places].flatten(0, 1)[:, columns].cpu(), given.cpu())
+            given = rows[:, places].flatten(0, 1).to(exact) @ before.T.to(exact)  # (n, N)
+            sums.add(now[:, places].flatten(0, 1)[:, columns].to(exact).cpu(), given.cpu())
     if sums.count < ROWS * len(kept):
         return
     bias, dense_bias = layer.bias, dense.bias

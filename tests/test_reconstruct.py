@@ -1,5 +1,6 @@
 """Weights that stay are fitted to what the layers gave before: against a slow twin, and on random networks."""
 
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -193,6 +194,59 @@ def test_the_same_twice_and_nothing_where_nothing_goes(capsys: pytest.CaptureFix
     one, two = (cn.reconstruct(model, images[:1], slim, batches(images)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
     assert model.training
+
+
+class Standardised(nn.Conv2d):
+    """What it multiplies with is not its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, weight, self.bias, padding=1)
+
+
+def test_a_layer_that_changes_its_weights_is_masked_only() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Conv2d(6, 4, 3), Standardised(4, 4, 3), nn.Flatten())
+    images, slim = torch.randn(300, 2, 8, 8), SlimArch({"0.out": (0, 1, 5)}, {"0.out": 6})
+    plain, fitted = masked(model, images[:1], slim), cn.reconstruct(model, images[:1], slim, batches(images))
+    assert not torch.equal(fitted[1].weight, plain[1].weight)  # type: ignore[index, arg-type]
+    assert torch.equal(fitted[2].weight, plain[2].weight)  # type: ignore[index, arg-type]
+
+
+def test_half_precision_is_fitted_in_single() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten())
+    images, slim = torch.randn(200, 2, 8, 8), SlimArch({"0.out": (0, 1, 5)}, {"0.out": 6})
+    expected = cn.reconstruct(model, images[:1], slim, batches(images))
+    half = copy.deepcopy(model).bfloat16()
+    fitted = cn.reconstruct(half, images[:1].bfloat16(), slim, batches(images.bfloat16()))
+    assert fitted[2].weight.dtype == torch.bfloat16  # type: ignore[index, union-attr]
+    assert torch.allclose(fitted[2].weight.float(), expected[2].weight, atol=0.02)  # type: ignore[index, union-attr, operator, arg-type]
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.last = nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        return {"y": self.last(torch.relu(self.left(a) + self.right(b)))}
+
+
+def test_several_named_inputs() -> None:
+    model, inputs = Named(), {"a": torch.randn(300, 4), "b": torch.randn(300, 3)}
+    example = {name: tensor[:1] for name, tensor in inputs.items()}
+    slim = cn.decide(model, example, ratio=0.5)
+    fitted, plain = cn.reconstruct(model, example, slim, [(inputs, None)]), masked(model, example, slim)
+    with torch.no_grad():
+        lost = [(net(**inputs)["y"] - model(**inputs)["y"]).norm() for net in (fitted, plain)]
+    assert lost[0] < 0.8 * lost[1]
+
+
+def test_batches_of_another_form_are_said() -> None:
+    model = built(["plain"], "mean", head_first=False, seed=0)
+    with pytest.raises(cn.InputError, match=r"data: a batch is Tensor; expected \(inputs, targets\)"):
+        cn.reconstruct(model, torch.randn(1, 2, 8, 8), SlimArch({"stem.out": (0,)}, {"stem.out": 8}), [torch.zeros(2)])
 
 
 def test_no_data_is_said() -> None:
