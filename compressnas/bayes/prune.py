@@ -299,7 +299,9 @@ class _Loop:
         The cost falls by the same factor in each round, to the target at the end of the last one in which it falls.
         """
         some, generator = self._some_images(part)
-        evidence = self.prior.update_switches(switch_curvature(self.model, self.sets, some, generator))
+        exact = self.settings.curvature.kind == "ggn"
+        held = switch_curvature(self.model, self.sets, some, generator, exact=exact)
+        evidence = self.prior.update_switches(held)
         done = (self.epoch + then) / self.settings.epochs / self.settings.falls_in if self.settings.epochs else 1.0
         dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
         goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressnas.bayes.calls import Call, Calls, eval_mode, forward
-from compressnas.bayes.scores import Loss, Score, drawn_score, samples_of, signed, true_score
+from compressnas.bayes.scores import Loss, Score, drawn_score, hessian_columns, samples_of, signed, true_score
 from compressnas.groups import GroupSet, Member
 from compressnas.inputs import Inputs
 
@@ -25,6 +25,7 @@ def switch_curvature(
     batches: Iterable[tuple[Inputs, Any]],
     generator: torch.Generator,
     loss: Loss | None = None,
+    exact: bool = False,
 ) -> dict[str, Tensor]:
     """Mean over samples of (sum over the weights w_i that read group g of w_i dL/dw_i)^2 -> set name -> (G,).
 
@@ -37,9 +38,12 @@ def switch_curvature(
         batches: (inputs, targets), on the model's device; targets tell classification from regression.
         generator: draws targets and signs; on the CPU.
         loss: (output, targets) -> scalar, the mean over the batch.
+        exact: without a loss, the GGN itself: a backward pass for each class instead of one for a drawn target, which
+            hardly ever is another one than the network is sure of.
 
     Raises:
-        ValueError: no batch was given, or outputs of which nothing is known without a loss.
+        ValueError: no batch was given, or outputs of which nothing is known without a loss; with `exact`, also others
+            than (samples, classes) with targets that are whole numbers.
     """
     total = {s.name: torch.zeros(s.size, dtype=torch.float64) for s in sets}
     names = sorted({m.parameter for s in sets for m in s.readers})
@@ -48,18 +52,26 @@ def switch_curvature(
     with eval_mode(model), _trained(weights.values()), torch.enable_grad():
         for inputs, targets in batches:
             output, outputs, calls = forward(model, inputs)
-            score = true_score(output, outputs, targets, loss) if loss else drawn_score(outputs, targets, generator)
-            reads = _reads(outputs, calls, names, score)
-            clear = [s for s in sets if all(m.parameter in reads and _fits(m, reads[m.parameter]) for m in s.readers)]
-            others = [s for s in sets if s not in clear]
-            for name, value in _sample_by_sample(clear, reads).items():
-                total[name] += value.cpu()
-            for name, value in _by_signs(others, weights, outputs, signed(score, generator)).items():
-                total[name] += value.cpu()
+            for score in _scores(output, outputs, targets, generator, loss, exact):
+                reads = _reads(outputs, calls, names, score)
+                clear = [s for s in sets if all(_fits(m, reads.get(m.parameter, ())) for m in s.readers)]
+                others = [s for s in sets if s not in clear]
+                for name, value in _sample_by_sample(clear, reads).items():
+                    total[name] += value.cpu()
+                for name, value in _by_signs(others, weights, outputs, signed(score, generator)).items():
+                    total[name] += value.cpu()
             seen += samples_of(inputs)
     if seen == 0:
         raise ValueError("curvature needs at least one batch")
     return {name: value / seen for name, value in total.items()}
+
+
+def _scores(
+    output: Any, outputs: list[Tensor], targets: Any, generator: torch.Generator, loss: Loss | None, exact: bool
+) -> Iterable[Score]:
+    if loss is not None:
+        return [true_score(output, outputs, targets, loss)]
+    return hessian_columns(outputs, targets) if exact else [drawn_score(outputs, targets, generator)]
 
 
 @contextmanager
@@ -110,7 +122,7 @@ def _by_signs(
     names = sorted({m.parameter for s in sets for m in s.readers})
     if not names:
         return {}
-    gradients = torch.autograd.grad(outputs, [weights[n] for n in names], score, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, [weights[n] for n in names], score, retain_graph=True, allow_unused=True)
     products = {
         n: torch.zeros_like(weights[n]) if g is None else weights[n].detach() * g
         for n, g in zip(names, gradients, strict=True)

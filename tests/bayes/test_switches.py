@@ -68,6 +68,18 @@ def test_it_is_the_mean_square_of_the_derivative_by_the_switch() -> None:
         torch.testing.assert_close(found[s.name], expected[s.name], rtol=1e-6, atol=1e-12)
 
 
+def test_the_exact_one_is_the_mean_over_targets_as_the_network_draws_them() -> None:
+    model = Residual().double().eval()
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    sets = [s for s in find_groups(model, x[:1]).sets if not _read_by_grouped(s)]
+    found = switch_curvature(model, sets, [(x, torch.zeros(2).long())], torch.Generator(), exact=True)
+    p = model(x).softmax(1).detach()
+    each = [[slow(model, x[i : i + 1], torch.tensor([c])) for c in range(3)] for i in range(2)]
+    for s in sets:
+        expected = sum(p[i, c] * each[i][c][s.name] for i in range(2) for c in range(3)) / 2
+        torch.testing.assert_close(found[s.name], expected, rtol=1e-6, atol=1e-12)
+
+
 def test_frozen_weights_hold_their_groups_too() -> None:
     model = Residual().eval()
     x, y = torch.randn(6, 2, 8, 8), torch.randint(3, (6,))
