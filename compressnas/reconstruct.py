@@ -27,7 +27,7 @@ from compressnas.surgery import masked
 STAGE = "reconstruct"
 SAMPLES = 1024
 POSITIONS = 64  # of a sample, drawn for each layer: neighbouring ones say nearly the same
-RIDGE = 1e-3  # r, as a part of the mean of the diagonal of sum x'x''
+RIDGE = 0.03  # r, as a part of the mean of the diagonal of sum x'x''
 ROWS = 4  # for each input of a layer at least; with fewer the fit would follow chance, and the layer is masked only
 WIDEST = 8192  # inputs of a layer, channels times kernel, whose second moments are worked with
 AT_ONCE = 16  # samples whose patches are in memory

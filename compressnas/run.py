@@ -5,13 +5,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from compressnas import __version__
@@ -37,6 +39,7 @@ from compressnas.weights import load_weights, save_weights
 
 PROOF_IMAGES = 64
 NOISE = 0.05  # part of a latency by which two measurements of it may differ
+LOCK = ".lock"  # of the run that works in a folder
 GUESSING = 0.9  # an error above this part of what guessing gives is called so
 # What --overwrite removes; recipe.yaml and facts.json are replaced. Whatever else lies in the folder is its user's.
 WRITTEN = (
@@ -61,10 +64,17 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     example = data.train[0][0][None].to(work.device)
     dense = _untrained(recipe, data).to(work.device)
     found = CHECKS[recipe.method.kind](dense, example, recipe)  # nothing is written before all is known to be good
-    _make_folder(recipe, out, overwrite)
-    progress.log_to(out / "log.txt")
-    _write_facts(recipe, out, command, work)
+    with _alone_in(out) if work.accelerator.is_main_process else nullcontext():  # processes of one run share it
+        _make_folder(recipe, out, overwrite)
+        progress.log_to(out / "log.txt")
+        _write_facts(recipe, out, command, work)
+        _carry_out(recipe, out, data, dense, found, work)
+    return out
 
+
+def _carry_out(recipe: Recipe, out: Path, data: DataSet, dense: nn.Module, found: Found | None, work: Work) -> None:
+    """Train, decide, remove, fine-tune, export, report: `run` in a folder that is there."""
+    progress, example = work.progress, data.train[0][0][None].to(work.device)
     if recipe.train is not None:
         dense = fit(dense, data, recipe.train, work, stage="train")
     save_weights(dense, out / "dense.safetensors")
@@ -99,7 +109,6 @@ def run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool, progress: P
     progress.say(f"verified: ONNX Runtime = torch to {checks['slim'].max_abs_diff:.0e} at batch 1, 2 and 5")
     for doubt in doubts:
         progress.say(f"note: {doubt}")
-    return out
 
 
 def reachable_by(recipe: Recipe, steps: int = 10) -> tuple[Reachable, ...]:
@@ -125,11 +134,29 @@ def _refuse_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> 
     if not (resume or overwrite):
         raise InputError(f"output {out}: the folder exists; use --resume, --overwrite, or another --out")
     known = (out / "recipe.yaml").is_file() and ((out / "checkpoint").is_dir() or (out / "facts.json").is_file())
-    leftovers = all(path.name == "checkpoint" or path.name.startswith(".part-") for path in out.iterdir())
+    leftovers = all(path.name in ("checkpoint", LOCK) or path.name.startswith(".part-") for path in out.iterdir())
     if not known and not leftovers:
         raise InputError(f"output {out}: not a run folder (no recipe.yaml and checkpoint in it), so it is left alone")
     if resume and known and (out / "recipe.yaml").read_text(encoding="utf-8") != to_yaml(recipe):
         raise InputError(f"output {out}: it holds a run of another recipe; use --overwrite, or another --out")
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Keep other runs out of the folder, which is made where it is not there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise InputError(f"output {out}: another run works in this folder; wait for it, or use another --out") from None
+    except OSError as error:
+        raise InputError(f"cannot make the run folder {out}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        (out / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def _make_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:

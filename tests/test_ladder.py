@@ -77,6 +77,7 @@ HOUSES = {  # library -> the only files that know it
     "pydantic": {"recipe", "faults", "runfolder"},
     "yaml": {"yaml_text"},
     "PIL": {"data", "predict"},
+    "filelock": {"run"},
 }
 WITHOUT_TORCH = ("recipe", "slim", "errors", "files", "faults", "yaml_text", "runfolder", "cli", "report", "plots")
 TENSORS_ONLY = (

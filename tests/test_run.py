@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from compressnas.errors import InputError
@@ -160,6 +161,16 @@ def test_finished_folder_is_refused_and_other_recipes_are_not_resumed(finished: 
     refused(compressnas(out.parent, RECIPE), "--resume", "--overwrite")
     refused(compressnas(out.parent, changed(seed=4), "--resume"), "another recipe")
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_in_which_another_run_works_is_refused(tmp_path: Path) -> None:
+    """Two of them would take up each other's checkpoints."""
+    out = tmp_path / "out"
+    out.mkdir()
+    with FileLock(out / ".lock"):
+        for options in ("--resume", "--overwrite"):
+            refused(compressnas(tmp_path, RECIPE, options), "another run works in this folder")
+        assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_is_no_run_is_never_overwritten(tmp_path: Path) -> None:
