@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from compressnas.baselines import CRITERIA, Evidence, Loss
 from compressnas.budget import Budget, Meter
 from compressnas.choice import Choice, choices
 from compressnas.errors import InputError
+from compressnas.faults import faults_of
 from compressnas.inputs import Inputs
 from compressnas.latency import Stopwatch
 from compressnas.measure import cost
@@ -132,7 +133,10 @@ def _wanted(target: Mapping[str, float] | None, ratio: float | None, scope: str,
     ((kind, value),) = target.items()
     if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise InputError(f"target {kind} {value!r}: expected a number above 0")
-    return Target(**{kind: float(value)})
+    try:
+        return Target(**{kind: float(value)})
+    except ValueError as error:  # pydantic's
+        raise InputError(f"target: {'; '.join(faults_of(cast(Any, error), Target, target))}") from error
 
 
 def _to_budget(

@@ -23,7 +23,8 @@ def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(inputs, Mapping):
         return {key: map_tensors(value, change) for key, value in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return type(inputs)(map_tensors(value, change) for value in inputs)
+        values = [map_tensors(value, change) for value in inputs]
+        return type(inputs)(*values) if hasattr(inputs, "_fields") else type(inputs)(values)  # of a named tuple
     return inputs
 
 

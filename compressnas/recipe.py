@@ -260,6 +260,8 @@ class Target(Section):
         given = [name for name in TARGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of {', '.join(TARGETS)}; got {' and '.join(given) or 'none'}")
+        if 1 <= (value := float(getattr(self, given[0]))) < 2:  # the whole network was meant, or more of it than that
+            raise ValueError(f"{given[0]} {value:g}: below 1 is a fraction of the cost, from 2 on an absolute number")
         return self
 
     @property

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from compressnas.bayes.calls import eval_mode, patches
 from compressnas.bayes.calls import of_convolution as call_of
+from compressnas.coupling import one_line
 from compressnas.errors import InputError
-from compressnas.inputs import Inputs, call, map_tensors
+from compressnas.inputs import Inputs, call, described, map_tensors
 from compressnas.interface import samples as samples_of
 from compressnas.interface import take
 from compressnas.progress import Progress
@@ -66,6 +67,8 @@ def reconstruct(
         InputError: the decision does not fit the network, the network cannot be traced, or `data` yields something
             else or nothing.
     """
+    if samples < 1:
+        raise InputError(f"samples {samples}: expected a whole number of at least 1")
     device = next(model.parameters()).device
     batches = list(_some(data, samples, device))
     if not batches:
@@ -123,6 +126,8 @@ def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
             hooks.append(module.register_forward_hook(note))
     try:
         call(model, take(inputs, torch.arange(1)))
+    except Exception as error:  # whatever a network raises
+        raise InputError(f"data: the network does not run on {described(inputs)}: {one_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()

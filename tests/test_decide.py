@@ -165,6 +165,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"target": {"flops": 0.5, "params": 0.5}}, "exactly one of flops, params, latency"),
     ({"target": {"speed": 3}}, "exactly one of flops, params, latency"),
     ({"target": {"flops": -1}}, "a number above 0"),
+    ({"target": {"params": 1.0}}, "target: params 1: below 1 is a fraction of the cost"),
     ({"ratio": 0.5, "method": "magic"}, "expected one of magnitude"),
     ({"ratio": 0.5, "scope": "local"}, "expected one of global, uniform"),
     ({"ratio": 0.5, "round_to": 0}, "at least 1"),

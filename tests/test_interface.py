@@ -1,14 +1,14 @@
 """Names of what goes in and comes out, and samples like given ones."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from compressnas.errors import InputError
-from compressnas.inputs import tensors_of
+from compressnas.inputs import map_tensors, tensors_of
 from compressnas.interface import (
     TensorsOnly,
     input_names,
@@ -101,3 +101,15 @@ def test_more_samples_are_like_the_given_ones() -> None:
     assert (zeros[0] == 0).all() and zeros[1:].std() > 0.5
     assert all(torch.equal(a, b) for a, b in zip(more_samples(inputs, 5), more_samples(inputs, 5), strict=True))
     assert torch.equal(more_samples(torch.arange(4.0), 2), torch.arange(2.0))
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_named_tuples_stay_named_tuples() -> None:
+    point = Point(torch.ones(2), torch.zeros(3))
+    doubled = map_tensors({"p": [point, (point.x, 1)]}, lambda t: t * 2)
+    assert isinstance(doubled["p"][0], Point) and doubled["p"][0].x.tolist() == [2, 2]
+    assert isinstance(doubled["p"][1], tuple) and doubled["p"][1][1] == 1

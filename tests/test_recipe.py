@@ -279,12 +279,20 @@ def test_a_budget_that_sets_the_pace_needs_a_target_and_whole_units(write: Write
     assert load_recipe(path, [*good, "method.epochs=0"]).method.epochs == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("value", ["1", "1.0", "1.9"])
+def test_a_target_between_a_fraction_and_a_number_is_refused(value: str, write: Write) -> None:
+    asked = told(write(GOOD), "method.kind=magnitude", f"method.target.flops={value}")
+    assert asked.startswith(f"method.target: flops {float(value):g}: below 1 is a fraction of the cost")
+
+
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
     assert set(recipe.method.model_dump(exclude_none=True)) == {
         "kind", "target", "scope", "round_to", "batches", "reconstruct", "batch_size", "steps", "group_norm",
     }  # fmt: skip
-    assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=1", "method.lam=1").startswith("method.lam:")
+    assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=0.1", "method.lam=1").startswith(
+        "method.lam:"
+    )
 
 
 def test_switching_the_network_drops_the_former_one_and_what_belongs_to_it(write: Write) -> None:

@@ -250,6 +250,15 @@ def test_batches_of_another_form_are_said() -> None:
         cn.reconstruct(model, torch.randn(1, 2, 8, 8), SlimArch({"stem.out": (0,)}, {"stem.out": 8}), [torch.zeros(2)])
 
 
+def test_other_faults_of_the_data_are_said() -> None:
+    model, slim = built(["plain"], "mean", head_first=False, seed=0), SlimArch({"stem.out": (0,)}, {"stem.out": 8})
+    images = torch.randn(8, 2, 8, 8)
+    with pytest.raises(cn.InputError, match="samples 0: expected a whole number of at least 1"):
+        cn.reconstruct(model, images[:1], slim, batches(images), samples=0)
+    with pytest.raises(cn.InputError, match=r"data: the network does not run on \(8, 5, 8, 8\)"):
+        cn.reconstruct(model, images[:1], slim, batches(torch.randn(8, 5, 8, 8)))
+
+
 def test_no_data_is_said() -> None:
     model = built(["plain"], "mean", head_first=False, seed=0)
     with pytest.raises(cn.InputError, match="data: no batch"):
