@@ -210,6 +210,9 @@ class Train(Section):
     warmup: float = Field(default=1.0, ge=0, description="epochs of linear warm-up")
     clip: float | None = Field(default=None, gt=0, description="largest norm of a step's gradient")
     augment: Augments | None = Field(default=None, description="instead of data.augment, while this stage trains")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of layers while this stage trains (autocast); weights stay float32"
+    )
 
 
 class Distilled(Section):

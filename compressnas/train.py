@@ -139,6 +139,7 @@ def train_epoch(
     loss_fn: Loss = cross_entropy,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     clip: float | None = None,
+    precision: str = "float32",
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], bool] | None = None,
     show: Mapping[str, float | int | str] | None = None,
@@ -150,6 +151,7 @@ def train_epoch(
         step: moves the progress bar, once for each batch.
         loss_fn: the mean loss of a batch.
         clip: largest norm of the gradient; longer ones are scaled down to it.
+        precision: of the network's layers, float32 or bfloat16 (autocast); the loss is float32 all the same.
         before_step: called when the gradients are there, to change them.
         after_step: called after each optimizer step; True ends the epoch.
 
@@ -160,7 +162,9 @@ def train_epoch(
     total = wrong = seen = 0.0
     for number, (images, labels) in enumerate(loader, start=1):
         images, labels = images.to(work.device), labels.to(work.device)
-        logits = model(images)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = model(images)
+        logits = logits.float() if precision == "bfloat16" else logits
         loss = loss_fn(images, logits, labels)
         value = loss.item()
         if not math.isfinite(value):
@@ -279,6 +283,7 @@ def fit(
                 loss_fn=loss_fn,
                 schedule=schedule,
                 clip=settings.clip,
+                precision=settings.precision,
                 before_step=before_step,
                 after_step=after_step,
             )

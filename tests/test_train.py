@@ -1,6 +1,7 @@
 """Training that goes wrong says so at once, and says where."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
-from compressnas.recipe import Synthetic, Train
-from compressnas.train import evaluate, fit, make_work
+from compressnas.recipe import Finetune, Synthetic, Train
+from compressnas.train import evaluate, fit, make_work, task_loss
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def data() -> DataSet:
     return load_data(settings, seed=0)
 
 
-def trained(data: DataSet, **settings: float) -> nn.Module:
+def trained(data: DataSet, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     model = BUILDERS["lenet300_100"](data.shape, 3)
     work = make_work("cpu", 0, None, Progress(quiet=True))
@@ -64,3 +65,20 @@ def test_a_stage_may_be_augmented_in_its_own_way(data: DataSet, monkeypatch: pyt
         model, work = BUILDERS["lenet300_100"](data.shape, 3), make_work("cpu", 0, None, Progress(quiet=True))
         fit(model, shifting, Train(epochs=1, batch_size=24, augment=augment), work, stage="train")
         assert used == expected
+
+
+def test_in_bfloat16_layers_are_rounded_and_weights_are_not(data: DataSet) -> None:
+    """A step in it is close to one in float32, not the same, and leaves no trace in what the network is."""
+    plain, rounded = trained(data, lr=0.1), trained(data, lr=0.1, precision="bfloat16")
+    for (name, a), b in zip(plain.named_parameters(), rounded.parameters(), strict=True):
+        assert b.dtype == torch.float32
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), rounded.parameters(), strict=True))
+    assert rounded(data.train[0][0][None]).dtype == torch.float32
+
+
+def test_a_teacher_may_be_listened_to_in_bfloat16(data: DataSet) -> None:
+    model = BUILDERS["lenet300_100"](data.shape, 3)
+    settings = Finetune(epochs=1, precision="bfloat16", distill=0.5)
+    work = make_work("cpu", 0, None, Progress(quiet=True))
+    fit(model, data, settings, work, stage="finetune", loss_fn=task_loss(settings, trained(data)))
