@@ -70,7 +70,7 @@ def test_a_stage_may_be_augmented_in_its_own_way(data: DataSet, monkeypatch: pyt
 def test_in_bfloat16_layers_are_rounded_and_weights_are_not(data: DataSet) -> None:
     """A step in it is close to one in float32, not the same, and leaves no trace in what the network is."""
     plain, rounded = trained(data, lr=0.1), trained(data, lr=0.1, precision="bfloat16")
-    for (name, a), b in zip(plain.named_parameters(), rounded.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), rounded.parameters(), strict=True):
         assert b.dtype == torch.float32
         torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
     assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), rounded.parameters(), strict=True))
