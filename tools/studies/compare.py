@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+SAME = ("lr", "batch_size", "momentum", "weight_decay", "precision")  # of training before, as of fine-tuning
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -76,7 +77,7 @@ def others(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Path, lis
         method = {"kind": kind, "target": {"flops": float(flops)}, "scope": arguments.scope}
         spent = 0
         if kind == "group_norm":
-            training = {k: resolved["finetune"][k] for k in ("lr", "batch_size", "momentum", "weight_decay")}
+            training = {k: resolved["finetune"][k] for k in SAME}
             method |= {"kind": "magnitude", "group_norm": arguments.group_norm, "training": {"epochs": 1, **training}}
             spent = 1
         if reconstruct:
