@@ -66,7 +66,7 @@ def test_a_target_below_one_is_a_fraction_of_the_dense_network() -> None:
     assert Budget.of(Target(flops=0.25), MODEL, EXAMPLE) == Budget("flops", 0.25 * whole.flops)
     assert Budget.of(Target(params=0.5), MODEL, EXAMPLE) == Budget("params", 0.5 * whole.params)
     assert Budget.of(Target(flops=5000.0), MODEL, EXAMPLE) == Budget("flops", 5000)
-    assert Budget.of(Target(params=1.0), MODEL, EXAMPLE) == Budget("params", 1)
+    assert Budget.of(Target(params=2.0), MODEL, EXAMPLE) == Budget("params", 2)
     assert Budget.of(None, MODEL, EXAMPLE) == Budget("flops", math.inf)
 
 
