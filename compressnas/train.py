@@ -160,11 +160,12 @@ def train_epoch(
     """
     model.train()
     total = wrong = seen = 0.0
+    rounded = precision == "bfloat16"
     for number, (images, labels) in enumerate(loader, start=1):
         images, labels = images.to(work.device), labels.to(work.device)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        with torch.autocast(work.device.type, torch.bfloat16, enabled=rounded):
             logits = model(images)
-        logits = logits.float() if precision == "bfloat16" else logits
+        logits = logits.float() if rounded else logits
         loss = loss_fn(images, logits, labels)
         value = loss.item()
         if not math.isfinite(value):
