@@ -7,6 +7,7 @@ pruning, arXiv 1707.06168, equation 5, for x'). It takes no labels and no traini
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from compressnas.bayes.calls import eval_mode, patches
 from compressnas.bayes.calls import of_convolution as call_of
 from compressnas.coupling import one_line
 from compressnas.errors import InputError
-from compressnas.inputs import Inputs, call, described, map_tensors
+from compressnas.inputs import Inputs, call, described, map_tensors, tensors_of
 from compressnas.interface import samples as samples_of
 from compressnas.interface import take
 from compressnas.progress import Progress
@@ -84,6 +85,9 @@ def reconstruct(
                 elif (columns := _columns_left(left, step.name)) is not None:
                     _fit(model, small, step, columns, batches)
                 done(1)
+        for step in steps[first:]:
+            if step.read_by is not None:
+                _rescale(model, small, step.name, step.read_by, left)
     return small
 
 
@@ -108,42 +112,68 @@ class _Step:
     """A layer or a batch norm, in the order in which the network runs.
 
     Attributes:
-        centred: whether a constant in what the layer makes does not matter, since a batch norm reads it.
+        read_by: the batch norm of its own that alone reads what the layer makes, so that neither a constant in that
+            matters nor a factor.
     """
 
     name: str
     is_norm: bool
-    centred: bool = False
+    read_by: str | None = None
 
 
 def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
     """The layers that can be fitted, and the batch norms."""
-    order: list[tuple[str, Tensor | None, Any]] = []  # name, its input, its output
+    order: list[tuple[str, Tensor | None, Any, Any]] = []  # name, its input, what made that, what makes its output
     hooks = []
+
+    def note(name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        given = inputs[0] if inputs else None  # its grad_fn may be another later on, when something writes into it
+        order.append((name, given, getattr(given, "grad_fn", None), getattr(output, "grad_fn", None)))
+
     for name, module in model.named_modules():
         if isinstance(module, (*_CONVS, nn.Linear, *_NORMS)):
-            note = lambda _, inputs, output, name=name: order.append((name, inputs[0] if inputs else None, output))  # noqa: E731
-            hooks.append(module.register_forward_hook(note))
+            hooks.append(module.register_forward_hook(lambda _, i, o, name=name: note(name, i, o)))
     try:
-        call(model, take(inputs, torch.arange(1)))
+        with torch.enable_grad():
+            outputs = call(model, take(inputs, torch.arange(1)))
     except Exception as error:  # whatever a network raises
         raise InputError(f"data: the network does not run on {described(inputs)}: {one_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()
-    modules, runs = dict(model.named_modules()), [name for name, _, _ in order]
+    modules, runs = dict(model.named_modules()), [name for name, *_ in order]
     parameters = [id(p) for m in modules.values() for p in m._parameters.values()]
-    read_by_norm = {id(made) for name, made, _ in order if isinstance(modules[name], _NORMS)}
+    readers = _readers(outputs)
+    norm_of = {origin: name for name, _, origin, _ in order if isinstance(modules[name], _NORMS) and origin is not None}
     steps = []
-    for name, given, output in order:
-        module = modules[name]
+    for name, given, _, origin in order:
+        module, norm = modules[name], norm_of.get(origin)
         if runs.count(name) > 1 or given is None:
             continue
         if isinstance(module, _NORMS):
             steps.append(_Step(name, is_norm=True))
         elif _can_be_fitted(module, parameters):
-            steps.append(_Step(name, is_norm=False, centred=id(output) in read_by_norm))
+            alone = norm is not None and runs.count(norm) == 1 and readers[origin] == 1
+            channels_first = isinstance(module, _CONVS) or given.dim() == 2  # where a batch norm looks for them
+            steps.append(_Step(name, is_norm=False, read_by=norm if alone and channels_first else None))
     return steps
+
+
+def _readers(outputs: Any) -> Counter[Any]:
+    """How often what each node of the autograd graph makes is read, on the way to the outputs."""
+    reads: Counter[Any] = Counter()
+    waiting = [t.grad_fn for t in tensors_of(outputs) if t.grad_fn is not None]
+    reads.update(waiting)
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is None:
+                continue
+            reads[node] += 1
+            if node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return reads
 
 
 def _can_be_fitted(module: nn.Module, parameters: list[int]) -> bool:
@@ -221,7 +251,7 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
     if sums.count < ROWS * len(kept):
         return
     bias, dense_bias = layer.bias, dense.bias
-    free = step.centred or (isinstance(bias, Tensor) and bias.requires_grad)
+    free = step.read_by is not None or (isinstance(bias, Tensor) and bias.requires_grad)
     solved = sums.solve(before[:, columns].cpu().double(), free)
     after = torch.zeros(len(before), len(kept), dtype=torch.float64)
     after[:, kept] = solved
@@ -229,6 +259,33 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
     if isinstance(bias, Tensor) and isinstance(dense_bias, Tensor) and bias.requires_grad:
         shift = sums.mean_given - solved @ sums.mean_now
         bias.copy_(dense_bias.cpu() + shift)
+
+
+def _rescale(model: nn.Module, small: nn.Module, name: str, norm_name: str, left: dict[str, Tensor]) -> None:
+    """Filters in front of a batch norm get back the length they had without the fit; `small` gives what it gave.
+
+    What a batch norm reads may have any length, but the longer a filter is, the less a step at a given learning rate
+    turns it (van Laarhoven, L2 regularization versus batch and weight normalization, arXiv 1706.05350). Fitted filters
+    are up to three times as long, so that they would ask for another rate than the network was trained with.
+    """
+    layer, norm, dense = small.get_submodule(name), small.get_submodule(norm_name), model.get_submodule(name)
+    assert isinstance(layer.weight, Tensor) and isinstance(dense.weight, Tensor)
+    scale = norm._parameters.get("weight")
+    own = sum(p is scale for module in small.modules() for p in module._parameters.values()) == 1
+    if type(norm) not in _NORMS or scale is None or not own or norm.running_mean is None:
+        return
+    if not all(p.requires_grad for p in (scale, layer.bias) if isinstance(p, Tensor)):
+        return
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_var is not None
+    before, now = ((w * left[f"{name}.weight"]).flatten(1).norm(dim=1) for w in (dense.weight, layer.weight))
+    factor = torch.where((before > 0) & (now > 0), before / now, 1.0)  # (N,)
+    layer.weight.mul_(factor.reshape(-1, *[1] * (layer.weight.dim() - 1)))
+    if isinstance(layer.bias, Tensor):
+        layer.bias.mul_(factor)
+    variance = norm.running_var * factor.square()
+    scale.mul_(((variance + norm.eps) / (norm.running_var + norm.eps)).sqrt() / factor)
+    norm.running_mean.mul_(factor)
+    norm.running_var.copy_(variance)
 
 
 def _rows(layer: nn.Module, inputs: Tensor) -> Tensor:

@@ -91,6 +91,51 @@ def test_units_that_others_can_stand_for_are_missed_by_nobody(bias: bool, monkey
     assert proof.verdict == "equal" and error(model, small, images) < 1e-2
 
 
+class Normed(nn.Module):
+    """Two convolutions, the second with a batch norm; `beside`: something else reads what the batch norm reads."""
+
+    def __init__(self, beside: bool, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 4, 3), norm
+        self.head, self.beside = nn.Linear(4, 3), beside
+
+    def forward(self, images: Tensor) -> Tensor:
+        made = self.second(torch.relu(self.first(images)))
+        normed = torch.relu(self.norm(made))
+        return self.head((normed + made if self.beside else normed).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def trained_norm(**settings: Any) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(4, **settings)
+    for tensor in norm.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 2)
+    return norm
+
+
+@pytest.mark.parametrize("case", ["alone", "beside", "no_affine", "no_statistics", "frozen", "subclass"])
+def test_filters_in_front_of_a_batch_norm_keep_their_length(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the batch norm can make up for it; the network computes the same with and without."""
+    torch.manual_seed(0)
+    norm = trained_norm(affine=case != "no_affine", track_running_stats=case != "no_statistics").requires_grad_(
+        case != "frozen"
+    )
+    if case == "subclass":
+        norm.__class__ = type("Other", (nn.BatchNorm2d,), {})
+    model = Normed(case == "beside", norm).eval()
+    images = torch.randn(300, 2, 8, 8)
+    slim = SlimArch({"first.out": (0, 2, 3)}, {"first.out": 6})
+    fitted = cn.reconstruct(model, images[:1], slim, batches(images))
+    monkeypatch.setattr(rooms, "_rescale", lambda *_: None)
+    longer = cn.reconstruct(model, images[:1], slim, batches(images))
+    plain = masked(model, images[:1], slim)
+    lengths = [n.get_submodule("second").weight.flatten(1).norm(dim=1) for n in (fitted, longer, plain)]  # type: ignore[operator]
+    assert not torch.allclose(lengths[1], lengths[2], rtol=0.05)  # else there is nothing to see
+    assert torch.allclose(lengths[0], lengths[2 if case == "alone" else 1], rtol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(fitted(images), longer(images), atol=1e-5)
+
+
 def test_layers_further_on_make_up_for_what_is_lost() -> None:
     """What cannot be seen from the layer that reads the units alone: inputs are those of the network as it is now."""
     torch.manual_seed(0)

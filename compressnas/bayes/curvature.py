@@ -8,7 +8,7 @@ of a sample, where each has its class). Floating-point numbers: 1/2 ||y - f||^2 
 With a loss, the mean over a batch, it is the empirical Fisher: squared per-sample gradients at the true targets.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def mc_batch(
     outputs = differentiable(output, samples_of(inputs))
     score = true_score(output, outputs, targets, loss) if loss else drawn_score(outputs, targets, generator)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    return _squared_sums(named, outputs, signed(score, generator) if loss else score)
+    return _squared_sums(named, outputs, signed(score, generator) if loss else score, more=False)
 
 
 def ggn(
@@ -157,7 +157,7 @@ def diagonal_curvature(
     with eval_mode(model), torch.enable_grad():
         for inputs, targets in batches:
             for name, value in ESTIMATORS[kind](model, inputs, targets, generator, loss).items():
-                total[name] = value.detach() if name not in total else total[name].add_(value.detach())
+                _add(total, name, value.detach())
             samples += samples_of(inputs)
     if samples == 0:
         raise ValueError("curvature needs at least one batch")
@@ -174,24 +174,40 @@ def _squares(
     uses = {name: own for name, own in calls.of.items() if name not in calls.unclear}
     weights = {n: p for n, p in model.named_parameters() if p.dim() > 1}
     others = {n: p for n, p in weights.items() if n not in uses and p.requires_grad}
-    total = {n: torch.zeros_like(p, requires_grad=False) for n, p in weights.items()}
+    total: Curvatures = {}
     edges = [edge for own in uses.values() for _, edge in own]
-    for score in scores:
+    for score, more in _with_more(scores):
         if others:
-            for name, square in _squared_sums(others, outputs, signed(score, generator)).items():
-                total[name] += square
+            for name, square in _squared_sums(others, outputs, signed(score, generator), more or bool(edges)).items():
+                _add(total, name, square)
         if edges:
-            found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=True, allow_unused=True))
+            found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=more, allow_unused=True))
             for name, own in uses.items():
                 reached = [(one, g) for (one, _), g in zip(own, found, strict=False) if g is not None]
                 if reached:
-                    total[name] += _squared_sum(reached)
-    return total
+                    _add(total, name, _squared_sum(reached))
+    nothing = {n: torch.zeros_like(p, requires_grad=False) for n, p in weights.items() if n not in total}
+    return total | nothing
 
 
-def _squared_sums(parameters: dict[str, nn.Parameter], outputs: list[Tensor], score: Score) -> Curvatures:
-    """(sum over samples of the gradients of a score)^2, of each of these parameters."""
-    gradients = torch.autograd.grad(outputs, list(parameters.values()), score, retain_graph=True, allow_unused=True)
+def _add(total: Curvatures, name: str, value: Tensor) -> None:
+    """`value` is taken over as the sum where there is none yet: no zeros lie beside a backward pass."""
+    total[name] = total[name].add_(value) if name in total else value
+
+
+def _with_more(scores: Iterable[Score]) -> Iterator[tuple[Score, bool]]:
+    """Each score, and whether another follows: the last backward pass frees the graph as it goes, as training does."""
+    rest = iter(scores)
+    for score in rest:
+        for following in rest:
+            yield score, True
+            score = following
+        yield score, False
+
+
+def _squared_sums(parameters: dict[str, nn.Parameter], outputs: list[Tensor], score: Score, more: bool) -> Curvatures:
+    """(sum over samples of the gradients of a score)^2, of each of these; with `more` the graph stays for others."""
+    gradients = torch.autograd.grad(outputs, list(parameters.values()), score, retain_graph=more, allow_unused=True)
     pairs = zip(parameters.items(), gradients, strict=True)
     return {n: torch.zeros_like(p) if g is None else g.square() for (n, p), g in pairs}
 
