@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressnas.errors import InputError
 from compressnas.inputs import Inputs, map_tensors
 from compressnas.interface import TensorsOnly, input_tensors, take
 
@@ -24,6 +25,8 @@ with warnings.catch_warnings():
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (*_CONVS, *_TRANSPOSED, nn.Linear)
+Evaluate = Callable[[nn.Module], float]  # a network, in eval mode -> any metric of it: accuracy, mIoU, an error
+
 _LAYER_OPERATIONS = ("conv", "linear", "addmm")  # fvcore's names for what convolutions and linear layers run
 
 
@@ -42,6 +45,7 @@ class Cost:
         flops_bias_convention: (K^2 C_in / groups + 1) H_out W_out C_out summed over convolutions plus
             (n_in + 1) n_out over linear layers, bias or not: what the Bayesian pruning papers print. The dense
             LeNet-5 20-50-800-500 has 2,308,230. Norms are not counted.
+        metric: what `evaluate` gave, None without one.
     """
 
     flops: int
@@ -49,9 +53,10 @@ class Cost:
     by_layer: Mapping[str, int]
     uncounted: Mapping[str, int]
     flops_bias_convention: int
+    metric: float | None = None
 
 
-def cost(model: nn.Module, example: Inputs) -> Cost:
+def cost(model: nn.Module, example: Inputs, evaluate: Evaluate | None = None) -> Cost:
     """Count the FLOPs and parameters of `model` in eval mode for the first sample of `example`.
 
     Everything runs on a copy: statistics, gradients, training flags and hooks of `model` stay as they are.
@@ -59,10 +64,12 @@ def cost(model: nn.Module, example: Inputs) -> Cost:
     Args:
         model: any network.
         example: a tensor (B, ...), a tuple of arguments or a mapping of named ones.
+        evaluate: takes a copy of the network, in eval mode and on its device, gradients off; gives any metric of it.
 
     Raises:
-        InputError: the example holds no sample.
+        InputError: the example holds no sample, or `evaluate` gives something else than a number.
     """
+    metric = None if evaluate is None else metric_of(model, evaluate)
     network, sample = _copy(model, example)
     with _attention_in_steps():
         flops = _analyse(FlopCountAnalysis, network, sample)
@@ -81,7 +88,22 @@ def cost(model: nn.Module, example: Inputs) -> Cost:
         by_layer=MappingProxyType({n: int(f) for n, f in layers.items() if f or isinstance(named[n], _LAYERS)}),
         uncounted=MappingProxyType({op: int(n) for op, n in sorted(flops.unsupported_ops().items())}),
         flops_bias_convention=int(sum(total[op] + outputs.by_operator()[op] for op in _LAYER_OPERATIONS)),
+        metric=metric,
     )
+
+
+@torch.no_grad()
+def metric_of(model: nn.Module, evaluate: Evaluate) -> float:
+    """What `evaluate` gives for a copy of the network, in eval mode.
+
+    Raises:
+        InputError: that is no number; NaN and infinity are numbers.
+    """
+    given = evaluate(copy.deepcopy(model).eval())
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        raise InputError(f"evaluate: gave {type(given).__name__}; expected a number") from error
 
 
 def theoretical_flops(model: nn.Module, example: Inputs) -> tuple[int, int]:

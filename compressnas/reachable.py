@@ -9,7 +9,7 @@ from compressnas.baselines import Evidence
 from compressnas.choice import choices
 from compressnas.errors import InputError
 from compressnas.inputs import Inputs
-from compressnas.measure import cost
+from compressnas.measure import Evaluate, cost
 from compressnas.surgery import Found, removed_network
 
 
@@ -22,6 +22,7 @@ class Reachable:
         channels: the part of the prunable channels that is kept.
         flops, params: what the network then costs.
         flops_kept, params_kept: relative to the dense network.
+        metric: what `evaluate` gave for it, not trained on; None without one.
     """
 
     asked: float
@@ -30,6 +31,7 @@ class Reachable:
     params: int
     flops_kept: float
     params_kept: float
+    metric: float | None = None
 
 
 def reachable(
@@ -40,6 +42,7 @@ def reachable(
     min_channels: int = 1,
     steps: int = 10,
     groups: Found | None = None,
+    evaluate: Evaluate | None = None,
 ) -> tuple[Reachable, ...]:
     """What is left of the cost when all layers keep the same part of their channels, from everything to the least.
 
@@ -52,9 +55,12 @@ def reachable(
         round_to, ignore, min_channels: as in `decide`.
         steps: lines below the dense network's.
         groups: what `find_groups(model, example_inputs)` gave, where it was called already.
+        evaluate: takes each of the networks, in eval mode, gradients off, and gives any metric of it. The channels of
+            the largest L2 norm stay.
 
     Raises:
-        InputError: a value is out of range, the network cannot be traced, or nothing of it can be pruned.
+        InputError: a value is out of range, the network cannot be traced, nothing of it can be pruned, or `evaluate`
+            gives no number.
     """
     if steps < 1:
         raise InputError(f"steps {steps}: expected a whole number of at least 1")
@@ -63,7 +69,10 @@ def reachable(
     lines = []
     for step in range(steps, -1, -1):
         alive = choice.best(choice.uniform(step / steps))
-        own = cost(removed_network(model, example_inputs, choice.sets, alive, choice.coupled), example_inputs)
+        small = removed_network(model, example_inputs, choice.sets, alive, choice.coupled)
+        own = cost(small, example_inputs, evaluate)
         kept = (own.flops / dense.flops, own.params / dense.params)
-        lines.append(Reachable(step / steps, choice.channels(alive) / all_channels, own.flops, own.params, *kept))
+        lines.append(
+            Reachable(step / steps, choice.channels(alive) / all_channels, own.flops, own.params, *kept, own.metric)
+        )
     return tuple(lines)

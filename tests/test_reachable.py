@@ -49,6 +49,34 @@ def test_what_is_left_alone_stays() -> None:
     assert last.channels == 1 / 12
 
 
+def test_any_metric_of_any_network() -> None:
+    """A regression: the root mean square of what is lost, read from networks in eval mode, without gradients."""
+    model = network().train()
+    images = torch.randn(64, 3, 8, 8)
+    wanted = model(images).detach()
+
+    def rms(some: nn.Module) -> torch.Tensor:
+        assert not some.training and not torch.is_grad_enabled()
+        lost = (some(images) - wanted).square().mean().sqrt()
+        for parameter in some.parameters():
+            parameter.zero_()  # a copy's
+        return lost
+
+    lines = cn.reachable(model, EXAMPLE, steps=4, evaluate=rms)
+    metrics = [line.metric for line in lines]
+    assert metrics[0] == 0 and all(m is not None and m > 0 for m in metrics[1:])
+    assert model.training and bool(model[0].weight.any())
+    halved = cn.remove(model, EXAMPLE, cn.decide(model, EXAMPLE, ratio=0.5))[0]
+    assert cn.measure(halved, EXAMPLE, evaluate=rms).metric == metrics[2]
+    assert cn.measure(model, EXAMPLE).metric is None and cn.reachable(model, EXAMPLE, steps=1)[0].metric is None
+
+
+@pytest.mark.parametrize("given", [None, "good", torch.zeros(2), {"accuracy": 1.0}])
+def test_a_metric_that_is_no_number_is_said(given: object) -> None:
+    with pytest.raises(cn.InputError, match=f"evaluate: gave {type(given).__name__}; expected a number"):
+        cn.measure(network(), EXAMPLE, evaluate=lambda _: given)  # type: ignore[arg-type, return-value]
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(cn.InputError, match="steps 0"):
         cn.reachable(network(), EXAMPLE, steps=0)
