@@ -25,9 +25,9 @@ with warnings.catch_warnings():
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (*_CONVS, *_TRANSPOSED, nn.Linear)
-Evaluate = Callable[[nn.Module], float]  # a network, in eval mode -> any metric of it: accuracy, mIoU, an error
-
 _LAYER_OPERATIONS = ("conv", "linear", "addmm")  # fvcore's names for what convolutions and linear layers run
+
+Evaluate = Callable[[nn.Module], float]  # a network, in eval mode -> any metric of it: accuracy, mIoU, an error
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,17 @@ def metric_of(model: nn.Module, evaluate: Evaluate) -> float:
     """What `evaluate` gives for a copy of the network, in eval mode.
 
     Raises:
-        InputError: that is no number; NaN and infinity are numbers.
+        InputError: `evaluate` is no function, or gives no number; NaN and infinity are numbers, and so is an array or a
+            tensor of one.
     """
-    given = evaluate(copy.deepcopy(model).eval())
+    if not callable(evaluate):
+        raise InputError(f"evaluate: {type(evaluate).__name__}; expected a function of a network")
+    given: Any = evaluate(copy.deepcopy(model).eval())
     try:
-        return float(given)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        if isinstance(given, str | bytes | bytearray):  # float reads these, too
+            raise TypeError
+        return float(given.item() if hasattr(given, "item") else given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several elements
         raise InputError(f"evaluate: gave {type(given).__name__}; expected a number") from error
 
 

@@ -85,9 +85,7 @@ def reconstruct(
                 elif (columns := _columns_left(left, step.name)) is not None:
                     _fit(model, small, step, columns, batches)
                 done(1)
-        for step in steps[first:]:
-            if step.read_by is not None:
-                _rescale(model, small, step.name, step.read_by, left)
+        _rescale_all(model, small, steps[first:], left, batches[0])
     return small
 
 
@@ -124,7 +122,7 @@ class _Step:
 def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
     """The layers that can be fitted, and the batch norms."""
     order: list[tuple[str, Tensor | None, Any, Any]] = []  # name, its input, what made that, what makes its output
-    hooks = []
+    hooks: list[Any] = []
 
     def note(name: str, inputs: tuple[Any, ...], output: Any) -> None:
         given = inputs[0] if inputs else None  # its grad_fn may be another later on, when something writes into it
@@ -134,17 +132,18 @@ def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
         if isinstance(module, (*_CONVS, nn.Linear, *_NORMS)):
             hooks.append(module.register_forward_hook(lambda _, i, o, name=name: note(name, i, o)))
     try:
-        with torch.enable_grad():
-            outputs = call(model, take(inputs, torch.arange(1)))
-    except Exception as error:  # whatever a network raises
-        raise InputError(f"data: the network does not run on {described(inputs)}: {one_line(error)}") from error
+        outputs = _outputs_of_one(model, inputs, order)
     finally:
         for hook in hooks:
             hook.remove()
     modules, runs = dict(model.named_modules()), [name for name, *_ in order]
     parameters = [id(p) for m in modules.values() for p in m._parameters.values()]
     readers = _readers(outputs)
-    norm_of = {origin: name for name, _, origin, _ in order if isinstance(modules[name], _NORMS) and origin is not None}
+    norm_of = {
+        origin: name
+        for name, _, origin, made in order
+        if isinstance(modules[name], _NORMS) and origin is not None and readers[made] and _is_read_by(origin, made)
+    }
     steps = []
     for name, given, _, origin in order:
         module, norm = modules[name], norm_of.get(origin)
@@ -157,6 +156,22 @@ def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
             channels_first = isinstance(module, _CONVS) or given.dim() == 2  # where a batch norm looks for them
             steps.append(_Step(name, is_norm=False, read_by=norm if alone and channels_first else None))
     return steps
+
+
+def _outputs_of_one(model: nn.Module, inputs: Inputs, order: list[Any]) -> Any:
+    """What the network makes of the first sample, with its graph; without one where it runs only so."""
+    for with_graph in (True, False):
+        order.clear()
+        try:
+            with torch.set_grad_enabled(with_graph):
+                return call(model, take(inputs, torch.arange(1)))
+        except Exception as error:  # whatever a network raises
+            if not with_graph:
+                raise InputError(f"data: the network does not run on {described(inputs)}: {one_line(error)}") from error
+
+
+def _is_read_by(origin: Any, node: Any) -> bool:
+    return any(following is origin for following, _ in node.next_functions)
 
 
 def _readers(outputs: Any) -> Counter[Any]:
@@ -248,6 +263,8 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
             places = torch.randperm(rows.shape[1], generator=generator)[:POSITIONS].to(rows.device)
             given = rows[:, places].flatten(0, 1).to(exact) @ before.T.to(exact)  # (n, N)
             sums.add(now[:, places].flatten(0, 1)[:, columns].to(exact).cpu(), given.cpu())
+    if not sums.finite:
+        raise InputError(f"data: what layer {step.name} reads or gives for it is not finite")
     if sums.count < ROWS * len(kept):
         return
     bias, dense_bias = layer.bias, dense.bias
@@ -259,6 +276,34 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
     if isinstance(bias, Tensor) and isinstance(dense_bias, Tensor) and bias.requires_grad:
         shift = sums.mean_given - solved @ sums.mean_now
         bias.copy_(dense_bias.cpu() + shift)
+
+
+def _rescale_all(
+    model: nn.Module, small: nn.Module, steps: Iterable[_Step], left: dict[str, Tensor], inputs: Inputs
+) -> None:
+    """`_rescale` where the network gives the same after it, which a reader without a graph may prevent."""
+    some = take(inputs, torch.arange(min(samples_of(inputs), AT_ONCE)))
+    given = _floating(call(small, some))
+    for step in steps:
+        if step.read_by is None:
+            continue
+        touched = [small.get_submodule(name) for name in (step.name, step.read_by)]
+        before = [copy.deepcopy(module.state_dict()) for module in touched]
+        _rescale(model, small, step.name, step.read_by, left)
+        now = _floating(call(small, some))
+        if not all(_close(a, b) for a, b in zip(given, now, strict=True)):
+            for module, state in zip(touched, before, strict=True):
+                module.load_state_dict(state)
+
+
+def _floating(outputs: Any) -> list[Tensor]:
+    return [t for t in tensors_of(outputs) if t.is_floating_point() and t.numel()]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """The same but for rounding, in the precision they are in."""
+    scale = float(one.abs().nan_to_num(0, 0).max())
+    return torch.allclose(other, one, rtol=0, atol=torch.finfo(one.dtype).eps ** 0.5 * scale, equal_nan=True)
 
 
 def _rescale(model: nn.Module, small: nn.Module, name: str, norm_name: str, left: dict[str, Tensor]) -> None:
@@ -312,6 +357,10 @@ class _Moments:
         self._given += given.sum(0)
         self._square += now.T @ now
         self._cross += now.T @ given
+
+    @property
+    def finite(self) -> bool:
+        return bool(self._square.isfinite().all() and self._cross.isfinite().all())
 
     @property
     def mean_now(self) -> Tensor:

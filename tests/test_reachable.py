@@ -4,6 +4,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,10 +72,17 @@ def test_any_metric_of_any_network() -> None:
     assert cn.measure(model, EXAMPLE).metric is None and cn.reachable(model, EXAMPLE, steps=1)[0].metric is None
 
 
-@pytest.mark.parametrize("given", [None, "good", torch.zeros(2), {"accuracy": 1.0}])
+@pytest.mark.parametrize("given", [None, "good", "0.5", b"1", 10**400, torch.zeros(2), {"accuracy": 1.0}])
 def test_a_metric_that_is_no_number_is_said(given: object) -> None:
     with pytest.raises(cn.InputError, match=f"evaluate: gave {type(given).__name__}; expected a number"):
         cn.measure(network(), EXAMPLE, evaluate=lambda _: given)  # type: ignore[arg-type, return-value]
+
+
+def test_a_metric_may_be_an_array_of_one() -> None:
+    for given in (np.array([0.5]), np.float32(0.5), torch.tensor([[0.5]]), 0.5):
+        assert cn.measure(network(), EXAMPLE, evaluate=lambda _, given=given: given).metric == 0.5  # type: ignore[misc]
+    with pytest.raises(cn.InputError, match="evaluate: float; expected a function of a network"):
+        cn.measure(network(), EXAMPLE, evaluate=0.5)  # type: ignore[arg-type]
 
 
 def test_nonsense_is_refused() -> None:

@@ -136,6 +136,61 @@ def test_filters_in_front_of_a_batch_norm_keep_their_length(case: str, monkeypat
         assert torch.allclose(fitted(images), longer(images), atol=1e-5)
 
 
+class Hidden(Normed):
+    """Something reads the second convolution as well, and autograd does not show it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(False, trained_norm())
+        self.how = how
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.second(torch.relu(self.first(images)))
+        normed = self.norm(made)
+        if self.how == "dropped":  # what the batch norm gives goes nowhere
+            normed = torch.relu(made)
+        elif self.how == "compared":
+            normed = normed * (made > 0.2)
+        elif self.how == "gated":
+            with torch.no_grad():
+                gate = made.abs().mean((2, 3), keepdim=True)
+            normed = normed * gate
+        elif self.how == "number":
+            normed = normed * float(made.abs().mean())
+        return self.head(torch.relu(normed).mean((2, 3))), made.detach() if self.how == "returned" else made.new_zeros(
+            1
+        )
+
+
+@pytest.mark.parametrize("how", ["dropped", "compared", "gated", "number", "returned"])
+def test_filters_keep_their_fit_where_something_else_reads_them_unseen(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, images = Hidden(how).eval(), torch.randn(300, 2, 8, 8)
+    slim = SlimArch({"first.out": (0, 2, 3)}, {"first.out": 6})
+    fitted = cn.reconstruct(model, images[:1], slim, batches(images))
+    monkeypatch.setattr(rooms, "_rescale", lambda *_: None)
+    expected = cn.reconstruct(model, images[:1], slim, batches(images))
+    with torch.no_grad():
+        for one, other in zip(fitted(images), expected(images), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+class Decoded(nn.Sequential):
+    def forward(self, images: Tensor) -> Any:
+        logits = super().forward(images)
+        return logits if self.training else (logits, logits.numpy().argmax(1))
+
+
+def test_a_network_that_runs_without_gradients_only_is_fitted() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+    images, slim = torch.randn(300, 2, 8, 8), SlimArch({"0.out": (0, 1, 5)}, {"0.out": 6})
+    fitted = cn.reconstruct(Decoded(*layers).eval(), images[:1], slim, batches(images))
+    expected = cn.reconstruct(nn.Sequential(*layers), images[:1], slim, batches(images))
+    assert torch.equal(fitted[2].weight, expected[2].weight)  # type: ignore[index, arg-type]
+
+
 def test_layers_further_on_make_up_for_what_is_lost() -> None:
     """What cannot be seen from the layer that reads the units alone: inputs are those of the network as it is now."""
     torch.manual_seed(0)
@@ -302,6 +357,14 @@ def test_other_faults_of_the_data_are_said() -> None:
         cn.reconstruct(model, images[:1], slim, batches(images), samples=0)
     with pytest.raises(cn.InputError, match=r"data: the network does not run on \(8, 5, 8, 8\)"):
         cn.reconstruct(model, images[:1], slim, batches(torch.randn(8, 5, 8, 8)))
+
+
+def test_data_that_are_no_numbers_are_said() -> None:
+    model, slim = built(["plain"], "mean", head_first=False, seed=0), SlimArch({"stem.out": (0,)}, {"stem.out": 8})
+    images = torch.randn(300, 2, 8, 8)
+    images[7, 0, 3, 3] = torch.nan
+    with pytest.raises(cn.InputError, match=r"data: what layer .* reads or gives for it is not finite"):
+        cn.reconstruct(model, images[:1], slim, batches(images))
 
 
 def test_no_data_is_said() -> None:

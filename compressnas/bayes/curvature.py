@@ -30,6 +30,7 @@ from compressnas.bayes.scores import (
 from compressnas.inputs import Inputs, call
 
 Curvatures = dict[str, Tensor]
+_FREED = "backward through the graph a second time"  # what torch says where a graph is gone
 
 
 def mc(
@@ -150,14 +151,22 @@ def diagonal_curvature(
         loss: (output, targets) -> scalar, the mean over the batch; for the empirical Fisher.
 
     Raises:
-        ValueError: no batch was given, or the kind has no rule for such outputs and targets.
+        ValueError: no batch was given, the kind has no rule for such outputs and targets, or the network keeps what it
+            computes from its weights from one call to the next.
     """
     total: Curvatures = {}
-    samples = 0
+    samples, weights = 0, dict(model.named_parameters())
     with eval_mode(model), torch.enable_grad():
         for inputs, targets in batches:
-            for name, value in ESTIMATORS[kind](model, inputs, targets, generator, loss).items():
-                _add(total, name, value.detach())
+            try:
+                of_batch = ESTIMATORS[kind](model, inputs, targets, generator, loss)
+            except RuntimeError as error:
+                if _FREED not in str(error):
+                    raise
+                kept = "a tensor that is computed from weights in one call and kept for the next"
+                raise ValueError(f"the network holds {kept}; expected it to be computed in each call") from error
+            for name, value in of_batch.items():
+                _add(total, name, value.detach(), weights[name])
             samples += samples_of(inputs)
     if samples == 0:
         raise ValueError("curvature needs at least one batch")
@@ -179,20 +188,23 @@ def _squares(
     for score, more in _with_more(scores):
         if others:
             for name, square in _squared_sums(others, outputs, signed(score, generator), more or bool(edges)).items():
-                _add(total, name, square)
+                _add(total, name, square, weights[name])
         if edges:
             found = iter(torch.autograd.grad(outputs, edges, score, retain_graph=more, allow_unused=True))
             for name, own in uses.items():
                 reached = [(one, g) for (one, _), g in zip(own, found, strict=False) if g is not None]
                 if reached:
-                    _add(total, name, _squared_sum(reached))
+                    _add(total, name, _squared_sum(reached), weights[name])
     nothing = {n: torch.zeros_like(p, requires_grad=False) for n, p in weights.items() if n not in total}
     return total | nothing
 
 
-def _add(total: Curvatures, name: str, value: Tensor) -> None:
-    """`value` is taken over as the sum where there is none yet: no zeros lie beside a backward pass."""
-    total[name] = total[name].add_(value) if name in total else value
+def _add(total: Curvatures, name: str, value: Tensor, weight: Tensor) -> None:
+    """`value` is taken over as the sum where there is none yet: no zeros lie beside a backward pass.
+
+    Sums have the precision of the weight: under autocast some values come in half of it.
+    """
+    total[name] = total[name].add_(value) if name in total else value.to(weight.dtype)
 
 
 def _with_more(scores: Iterable[Score]) -> Iterator[tuple[Score, bool]]:

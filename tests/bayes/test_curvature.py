@@ -578,6 +578,40 @@ def test_unequal_batches_count_by_their_samples(kind: str) -> None:
         assert relative_error(torch.stack([one[weight] for one in single]).mean(0), value) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["mc", "ggn"])
+def test_sums_are_those_of_the_weights_under_autocast(kind: str) -> None:
+    """In bfloat16 a sum stops growing at 256 times what is added."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    images, labels = torch.randn(4096, 8), torch.randint(0, 3, (4096,))
+    batches = list(zip(images.split(4), labels.split(4), strict=True))
+    exact = diagonal_curvature(model, batches, kind, torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = diagonal_curvature(model, batches, kind, torch.Generator().manual_seed(1))
+    for name, value in exact.items():
+        assert half[name].dtype == torch.float32
+        assert float(half[name].sum()) == pytest.approx(float(value.sum()), rel=0.02)
+
+
+class Kept(nn.Module):
+    """A weight that is computed once while the network is in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw, self.weight = nn.Parameter(torch.randn(3, 5)), None
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = torch.tanh(self.raw)
+        return images @ self.weight.T
+
+
+def test_a_weight_that_is_kept_between_calls_is_said() -> None:
+    images, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(ValueError, match="kept for the next; expected it to be computed in each call"):
+        diagonal_curvature(Kept(), [(images, labels)] * 2, "mc_batch", torch.Generator())
+
+
 def test_no_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one batch"):
         diagonal_curvature(network(pooled), [], "mc", generator())
