@@ -305,6 +305,11 @@ class Bayes(Distilled):
     falls_in: float = Field(
         default=1.0, gt=0, le=1, description="with control: budget, the part of the epochs in which the cost falls"
     )
+    within: Literal["evidence", "norm"] = Field(
+        default="evidence",
+        description="with control: budget, which units of a layer stay, of which evidence says how many: those of the "
+        "most evidence or of the largest norm",
+    )
     reconstruct: bool = Field(
         default=False,
         description="with control: budget, units go at once, and the other weights are solved anew for what their "
@@ -328,8 +333,9 @@ class Bayes(Distilled):
     def _counts(self) -> "Bayes":
         if self.target is not None and self.target.kind == "latency":
             raise ValueError("target.latency: while a network shrinks only flops and params can be counted")
-        if self.control == "lam" and (self.scope != "global" or self.falls_in < 1 or self.reconstruct):
-            raise ValueError("scope, falls_in, reconstruct: expected only with control: budget")
+        budget_only = self.scope != "global" or self.falls_in < 1 or self.reconstruct or self.within != "evidence"
+        if self.control == "lam" and budget_only:
+            raise ValueError("scope, falls_in, within, reconstruct: expected only with control: budget")
         if self.control == "lam" and self.epochs == 0:
             raise ValueError("epochs: expected at least 1 with control: lam")
         if self.control == "budget" and self.target is None:

@@ -273,8 +273,9 @@ def test_a_budget_that_sets_the_pace_needs_a_target_and_whole_units(write: Write
     method = load_recipe(path, good).method
     assert isinstance(method, Bayes) and method.control == "budget"
     assert told(path, *good, setting).startswith("method: control: budget")
-    for only in ("method.falls_in=0.5", "method.reconstruct=true"):
-        assert told(path, only).startswith("method: scope, falls_in, reconstruct: expected only with control: budget")
+    for only in ("method.falls_in=0.5", "method.within=norm", "method.reconstruct=true"):
+        said = "method: scope, falls_in, within, reconstruct: expected only with control: budget"
+        assert told(path, only).startswith(said)
     assert told(path, "method.epochs=0") == "method: epochs: expected at least 1 with control: lam"
     assert load_recipe(path, [*good, "method.epochs=0"]).method.epochs == 0  # type: ignore[union-attr]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressnas.baselines import Evidence, scores
 from compressnas.bayes.curvature import diagonal_curvature
 from compressnas.bayes.prior import GroupPrior
 from compressnas.bayes.switches import switch_curvature
@@ -299,15 +300,27 @@ class _Loop:
         The cost falls by the same factor in each round, to the target at the end of the last one in which it falls.
         """
         some, generator = self._some_images(part)
-        exact = self.settings.curvature.kind == "ggn"
+        settings, exact = self.settings, self.settings.curvature.kind == "ggn"
         held = switch_curvature(self.model, self.sets, some, generator, exact=exact)
         evidence = self.prior.update_switches(held)
-        done = (self.epoch + then) / self.settings.epochs / self.settings.falls_in if self.settings.epochs else 1.0
+        done = (self.epoch + then) / settings.epochs / settings.falls_in if settings.epochs else 1.0
         dense, alive = self.gauge.cost(self.dense), {n: flags.cpu() for n, flags in self.prior.alive.items()}
         goal = dense * min(self.budget.limit / dense, 1.0) ** min(done, 1.0)
-        sizes = self.sizes if self.settings.scope == "uniform" else None
+        sizes = self.sizes if settings.scope == "uniform" else None
+        if settings.within == "norm":
+            evidence = self._in_order_of_norm(evidence)
         left = self.gauge.fewest(alive, evidence, goal, sizes)
         self.going = {n: (flags & ~left[n]).to(self.prior.alive[n].device) for n, flags in alive.items()}
+
+    def _in_order_of_norm(self, evidence: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The evidence of each set, dealt out anew: the most of it to the group of the largest norm, and so on."""
+        importance = scores("magnitude", self.model, self.sets, Evidence())
+        dealt = {}
+        for name, value in evidence.items():
+            norm = importance[name].to(value).masked_fill(~self.prior.alive[name].to(value.device), -1)
+            dealt[name] = torch.empty_like(value)
+            dealt[name][norm.argsort(descending=True, stable=True)] = value.sort(descending=True).values
+        return dealt
 
     def _drop(self, part: float) -> None:
         """What is to go goes now; the weights that stay are fitted to that, if they are to be."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from compressnas.baselines import Evidence, scores
 from compressnas.bayes import prune
 from compressnas.data import DataSet, load_data
 from compressnas.errors import InputError
@@ -107,6 +108,24 @@ def test_with_no_epochs_all_that_is_to_go_goes_at_once(tmp_path: Path) -> None:
     with torch.no_grad():
         lost = [(d.model.eval()(images) - model.eval()(images)).norm() for d in (fitted, plain)]
     assert lost[0] < lost[1]
+
+
+def test_evidence_says_how_many_and_norms_which(data: DataSet) -> None:
+    work = make_work("cpu", 0, None, Progress(quiet=True))
+
+    def decided(**more: Any) -> tuple[torch.nn.Module, SlimArch]:
+        model, decision = shrunk(data, work, control="budget", target={"flops": 0.4}, epochs=0, **more)
+        return model, decision.slim
+
+    model, by_evidence = decided()
+    _, by_norm = decided(within="norm")
+    assert {n: len(k) for n, k in by_norm.kept.items()} == {n: len(k) for n, k in by_evidence.kept.items()}
+    assert by_norm != by_evidence
+    sets = find_groups(model, data.train[0][0][None], ("coupled",)).sets
+    importance = scores("magnitude", model, sets, Evidence())
+    for name, kept in by_norm.kept.items():
+        best = importance[name].argsort(descending=True)[: len(kept)]
+        assert sorted(best.tolist()) == list(kept)
 
 
 def test_what_goes_in_a_round_goes_at_once_where_the_rest_is_fitted(data: DataSet) -> None:
