@@ -26,6 +26,7 @@ class Choice:
     floors: Mapping[str, int]
     round_to: int
     coupled: Coupling | None
+    approximate: bool = False  # whether a norm averages over units of these sets
 
     def channels(self, alive: Mapping[str, Tensor]) -> int:
         """How many channels of all sets stay, of (G,) bool for each."""
@@ -108,6 +109,7 @@ def choices(
     ignore: Sequence[str] = (),
     min_channels: int = 1,
     found: Found | None = None,
+    approximate: bool = False,
 ) -> Choice:
     """All groups that may go, ranked by `method`; arguments as those of `decide`.
 
@@ -117,12 +119,13 @@ def choices(
     for name, count in (("round_to", round_to), ("min_channels", min_channels)):
         if count < 1:
             raise InputError(f"{name} {count}: expected a whole number of at least 1")
-    found = found or find_groups(model, example, ("coupled",))
+    found = found or find_groups(model, example, ("coupled",), approximate)
     sets = [s for s in found.sets if not any(_matches(s.name, pattern) for pattern in ignore)]
     if not sets:
         raise InputError(f"nothing is left to prune: ignore={list(ignore)} matches every group set")
     floors = {s.name: min(_least(s, min_channels, round_to), s.size) for s in sets}
-    return Choice(sets, scores(method, model, sets, evidence), floors, round_to, found.coupled)
+    changing = any(s.name in found.approximate for s in sets)
+    return Choice(sets, scores(method, model, sets, evidence), floors, round_to, found.coupled, changing)
 
 
 def _matches(name: str, pattern: str) -> bool:

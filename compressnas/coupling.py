@@ -13,7 +13,7 @@ from compressnas.layers import PrunedAttention
 from compressnas.tags import OUTPUT, PLANS, Slice, Trace
 from compressnas.tracing import trace
 
-INEXACT = "a norm averages over its units: what is left would be scaled differently"
+INEXACT = "a norm averages over its units: what is left would be scaled differently; approximate takes them, too"
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,27 @@ def remove_units(network: nn.Module, known: Coupling, units: Mapping[str, tuple[
         network: the network that `known` describes, or a copy of it.
         units: set name -> numbers of the groups that go.
     """
+    _cut(network, known.trace, _leaving(known, units))
+
+
+def left_of_riders(known: Coupling, units: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Tensor]]:
+    """What stays of biases, norms and bare parameters when these units go: parameter -> axis -> (n,) its places.
+
+    Those that lose nothing are left out.
+    """
+    gone = _leaving(known, units)
+    left: dict[str, dict[int, Tensor]] = {}
+    for one in known.trace.slices:
+        if one.role == "rider" and bool(gone[one.ids].any()):
+            left.setdefault(one.name, {})[one.axis] = (~gone[one.ids]).nonzero()[:, 0]
+    return left
+
+
+def _leaving(known: Coupling, units: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """(number of tags,) bool: what goes with these units, set name -> numbers of its groups."""
     units = {name: indices for name, indices in units.items() if indices}
     found, sets = known.trace, known.sets()
-    gone = torch.zeros(len(found.classes.parent), dtype=torch.bool)  # of every tag
+    gone = torch.zeros(len(found.classes.parent), dtype=torch.bool)
     tags_of = {(s.name, s.axis): s.ids for s in found.slices}
     for plan, roots in known.roots.items():
         of_plan = {n: i for n, i in units.items() if (n.partition(":")[2] or "free") == plan}
@@ -260,7 +278,7 @@ def remove_units(network: nn.Module, known: Coupling, units: Mapping[str, tuple[
                 leaving[roots[ids[torch.isin(first.group_of, torch.tensor(indices))]]] = True
             leaving[0] = False
             gone |= leaving[roots]
-    _cut(network, found, gone)
+    return gone
 
 
 def _cut(network: nn.Module, found: Trace, gone: Tensor) -> None:
@@ -334,7 +352,7 @@ def _told(module: nn.Module, before: Mapping[str, torch.Size], groups: int | Non
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         vector = weight if isinstance(weight, Tensor) else module.running_mean
         module.num_features = module.num_features if vector is None else len(vector)
-    elif isinstance(module, nn.LayerNorm) and isinstance(weight, Tensor):
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and isinstance(weight, Tensor):
         module.normalized_shape = tuple(weight.shape)
     elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor) and len(weight) != before["weight"][0]:
         if module.num_groups > 1:

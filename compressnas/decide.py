@@ -43,6 +43,7 @@ def decide(
     seed: int = 0,
     groups: Found | None = None,
     ratio_of: Mapping[str, int] | None = None,
+    approximate: bool = False,
 ) -> SlimArch:
     """Choose which channels stay.
 
@@ -66,6 +67,8 @@ def decide(
         groups: what `find_groups(model, example_inputs)` gave, where it was called already; it is not called again.
         ratio_of: for several steps with `ratio`: the `sizes` of the first decision. Then each step says what part of
             the dense network's channels has gone after it, and rounding does not add up.
+        approximate: channels that a norm averages over may go, too, see `find_groups`; `remove` measures what that
+            changes.
 
     Returns:
         The decision; `origin` says what was asked and what the network will cost.
@@ -78,8 +81,9 @@ def decide(
         raise InputError("ratio_of: expected only with ratio")
     evidence = Evidence(data, loss, seed=seed)
     return choose(
-        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups, ratio_of
-    )[0]
+        model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups, ratio_of,
+        approximate,
+    )[0]  # fmt: skip
 
 
 def choose(
@@ -95,15 +99,17 @@ def choose(
     scope: str,
     found: Found | None = None,
     ratio_of: Mapping[str, int] | None = None,
+    approximate: bool = False,
 ) -> tuple[SlimArch, dict[str, dict[str, Any]]]:
     """What `decide` does, with the importance of every group for the report."""
-    choice = choices(model, example_inputs, method, evidence, round_to, ignore, min_channels, found)
+    choice = choices(model, example_inputs, method, evidence, round_to, ignore, min_channels, found, approximate)
     origin: dict[str, str | int | float] = {
         "method": method,
         "scope": scope,
         "seed": evidence.seed,
         "round_to": round_to,
     }
+    origin |= {"approximate": True} if choice.approximate else {}
     if wanted is None:
         assert ratio is not None
         alive = choice.best(choice.nearest(1 - ratio, ratio_of or {}))

@@ -34,7 +34,7 @@ def criterion_prune(dense: nn.Module, data: DataSet, settings: Baseline, work: W
     """
     example = data.train[0][0][None].to(work.device)
     images = data.validation.__getitems__(range(min(16, len(data.validation))))[0].to(work.device)
-    found = find_groups(dense, example, ("coupled",))
+    found = find_groups(dense, example, ("coupled",), settings.approximate)
     whole = SlimArch({s.name: tuple(range(s.size)) for s in found.sets}, {s.name: s.size for s in found.sets})
     network, origin = copy.deepcopy(dense).to(work.device), dict(whole.kept)
     for step in range(1, settings.steps + 1):
@@ -53,7 +53,8 @@ def criterion_prune(dense: nn.Module, data: DataSet, settings: Baseline, work: W
         if step < settings.steps and any(slim.removed(name) for name in slim.sizes):
             network, slim, _, _ = remove(network, example, slim, images)
             origin = _composed(origin, slim)
-            found = Found(same_groups(network, example, ("coupled",), whole.sizes), found.left_alone)
+            left = same_groups(network, example, ("coupled",), whole.sizes)
+            found = Found(left, found.left_alone, approximate=found.approximate)
     model = expanded(dense, network, example, SlimArch(origin, whole.sizes))
     kept = {**whole.kept, **_composed(origin, slim)}
     return Decision(model, SlimArch(kept, whole.sizes, slim.origin), _in_full(facts, origin, whole.sizes))

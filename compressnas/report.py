@@ -195,8 +195,7 @@ def _headline(points: Mapping[str, Point], result: Result) -> list[str]:
     proof, check = result.proof, result.check
     if proof is not None and proof.max_relative_difference is not None:
         sign = "=" if _proved(proof) else "differs from"
-        clauses.append(f"proof: masked {sign} removed {'to' if _proved(proof) else 'by'} "
-                       f"{_power(proof.max_relative_difference)}")  # fmt: skip
+        clauses.append(f"proof: masked {sign} removed {'to' if _proved(proof) else 'by'} {_power(_apart(proof))}")
     if check is not None and check.max_abs_diff is not None:
         clauses.append(f"ONNX = torch to {_power(_relative(check))}")
     return clauses
@@ -206,6 +205,11 @@ def _proved(proof: Proof) -> bool:
     difference, tolerance = proof.max_relative_difference, proof.tolerance
     within = difference is not None and (tolerance is None or difference <= tolerance)
     return within and proof.verdict != "approximate"
+
+
+def _apart(proof: Proof) -> float | None:
+    """How far the removed network is from the masked one, whose norms average over everything."""
+    return proof.max_relative_difference if proof.change is None else proof.change
 
 
 def _relative(check: Check) -> float | None:
@@ -220,6 +224,10 @@ def _proof(proof: Proof | None) -> str:
     images = f"on {proof.images} real images " if proof.images else ""
     text = f"The masked network and the removed network were compared {images}in float64. "
     difference, allowed = _scientific(proof.max_relative_difference), f"{_power(proof.tolerance)} is allowed"
+    if proof.change is not None and proof.approximate:
+        text += f"They differ by {_scientific(proof.change)} of the largest output: the removal is approximate, as "
+        text += f"norms average over {', '.join(proof.approximate)}. With the masked network's norms over what is left "
+        return text + f"the largest difference is {difference} ({allowed})."
     if not _proved(proof):
         return text + f"They differ by {difference} of the largest output ({allowed}): the removal is approximate."
     text += f"The largest difference is {difference} of the largest output ({allowed}): what was removed did nothing."

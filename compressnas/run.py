@@ -86,6 +86,7 @@ def _carry_out(recipe: Recipe, out: Path, data: DataSet, dense: nn.Module, found
     slim.save(out / "slim.json")
     progress.say(
         f"removed: {structure(dense)} -> {structure(small)}, masked = removed to {proof.max_relative_difference:.0e}"
+        + (f", but for norms over what is left, which change it by {proof.change:.0e}" if proof.approximate else "")
     )
     if recipe.method.kind == "given" and recipe.method.fresh:
         _start_afresh(small, recipe.seed)
@@ -185,7 +186,7 @@ def _untrained(recipe: Recipe, data: DataSet) -> nn.Module:
 
 def _check_bayes(dense: nn.Module, example: Tensor, recipe: Recipe) -> Found:
     assert recipe.method.kind == "bayes"
-    found = find_groups(dense, example, recipe.method.groups)
+    found = find_groups(dense, example, recipe.method.groups, recipe.method.approximate)
     penalty_strengths(dense, found.sets, example, recipe.method)
     return found
 
@@ -381,6 +382,8 @@ def _result(
             "verdict": proof.verdict,
             "max_relative_difference": proof.max_relative_difference,
             "tolerance": proof.tolerance,
+            "change": proof.change if proof.approximate else None,
+            "approximate": list(proof.approximate),
             "images": proof.images,
             "left_alone": [{"set": name, "reason": reason} for name, reason in proof.left_alone],
             "realised": {name: len(gone) for name, gone in removal.units.items()},

@@ -108,6 +108,8 @@ class Proof(Part):
     verdict: str | None = None
     max_relative_difference: Number = None
     tolerance: Number = None
+    change: Number = None
+    approximate: list[str] | None = None
     images: int | None = None
     left_alone: list[LeftAlone] | None = None
     realised: dict[str, int] | None = None

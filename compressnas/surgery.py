@@ -18,6 +18,7 @@ from compressnas.coupling import (
     incoming,
     is_output,
     layer_of,
+    left_of_riders,
     one_line,
     remove_units,
 )
@@ -26,6 +27,7 @@ from compressnas.folding import Folded, fold_constants
 from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
 from compressnas.inputs import Inputs, call, double, drawn, tensors_of
 from compressnas.layers import CroppedConv2d, SelectLinear
+from compressnas.partial_norms import Left, norms_over
 from compressnas.slim import SlimArch
 
 ROUNDING = 1e-5  # relative difference that folding a constant into a float32 bias may make
@@ -38,12 +40,14 @@ TOLERANCE = 1e-9  # relative difference in float64 up to which two networks are 
 class Found:
     """Group sets of a network, and what is left alone: (set name, reason).
 
-    `coupled` is what they were found in, where they are sets of output units.
+    `coupled` is what they were found in, where they are sets of output units; `approximate` names those whose removal
+    changes what a norm averages over.
     """
 
     sets: tuple[GroupSet, ...]
     left_alone: tuple[tuple[str, str], ...] = ()
     coupled: Coupling | None = field(default=None, repr=False, compare=False)
+    approximate: tuple[str, ...] = ()
 
     @property
     def group_sets(self) -> tuple[GroupSet, ...]:
@@ -51,7 +55,9 @@ class Found:
         return self.sets
 
 
-def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coupled",)) -> Found:
+def find_groups(
+    model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coupled",), approximate: bool = False
+) -> Found:
     """Group sets of the given kinds, each tried before it is offered.
 
     A run on channel numbers proposes; a trial on a float64 copy with random weights disposes: a few groups of the
@@ -63,6 +69,8 @@ def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coup
         example: what the network is called with: a tensor (B, ...), a tuple of arguments or a mapping of named ones.
         kinds: of filter (convolutions), row (linear layers), coupled (both, incoming and outgoing weights), column
             (inputs of linear layers) and shape (kernel positions).
+        approximate: whether units that a norm averages over (LayerNorm, RMSNorm, GroupNorm of one group) are offered,
+            too. To remove one changes what the norm makes of the others; `remove` then measures by how much.
 
     Raises:
         InputError: a kind that this network has no group of, coupled beside filter or row, or a network that cannot
@@ -74,7 +82,7 @@ def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coup
     left_alone: dict[str, str] = {}
     coupled = coupling(model, example) if {"filter", "row", "coupled"} & set(kinds) else None
     if coupled is not None:
-        sound, left_alone = _sound_sets(model, example, coupled)
+        sound, left_alone = _sound_sets(model, example, coupled, approximate)
     found: list[GroupSet] = []
     for kind in kinds:
         of_kind = _sets_of_kind(model, sound, kind)
@@ -83,7 +91,8 @@ def find_groups(model: nn.Module, example: Inputs, kinds: Sequence[str] = ("coup
             why = _hint(model, kind) or (f" ({reasons})" if reasons else "")
             raise InputError(f"groups: this network has no group of kind {kind}{why}")
         found += of_kind
-    return Found(_ordered(model, found), tuple(left_alone.items()), coupled)
+    changing = tuple(s.name for s in found if coupled is not None and s.name in coupled.inexact)
+    return Found(_ordered(model, found), tuple(left_alone.items()), coupled, changing)
 
 
 def same_groups(
@@ -128,8 +137,11 @@ def _own_set(name: str, layer: nn.Conv2d | nn.Linear) -> GroupSet:
     return GroupSet(name, "column" if axes == (1,) else "shape", size, (member,), (member,))
 
 
-def _sound_sets(model: nn.Module, example: Inputs, found: Coupling) -> tuple[list[GroupSet], dict[str, str]]:
+def _sound_sets(
+    model: nn.Module, example: Inputs, found: Coupling, approximate: bool
+) -> tuple[list[GroupSet], dict[str, str]]:
     """The output sets that come through their trial, in order, and the others with the reason."""
+    barred = frozenset() if approximate else found.inexact
     left_alone = dict(found.refused)
     trial = _Trial(model, example, found)
     sound: list[GroupSet] = []
@@ -137,9 +149,9 @@ def _sound_sets(model: nn.Module, example: Inputs, found: Coupling) -> tuple[lis
     for component in found.components:
         exact = {}
         for plan, sets in component.plans.items():
-            exact[plan] = tuple(s for s in sets if s.name not in found.inexact and s.size > 1)
+            exact[plan] = tuple(s for s in sets if s.name not in barred and s.size > 1)
             for s in sets:
-                if s.name in found.inexact and ":" not in s.name:
+                if s.name in barred and ":" not in s.name:
                     left_alone[s.name] = INEXACT
                 elif s.size < 2 and ":" not in s.name:
                     left_alone[s.name] = "it has a single unit"
@@ -168,9 +180,10 @@ def _units(group_set: GroupSet) -> int:
 
 
 def _tried(model: nn.Module, example: Inputs, proposed: Sequence[GroupSet], coupled: Coupling) -> dict[str, str]:
-    """Group sets whose trial fails, with the reason."""
-    single = {s.name: "it has a single unit" for s in proposed if s.size < 2}
-    return single | _Trial(model, example, coupled).failing([s for s in proposed if s.size > 1])
+    """Group sets whose trial fails, with the reason; among them those that a norm averages over."""
+    barred = {s.name: "it has a single unit" for s in proposed if s.size < 2}
+    barred |= {s.name: INEXACT for s in proposed if s.name in coupled.inexact}
+    return barred | _Trial(model, example, coupled).failing([s for s in proposed if s.name not in barred])
 
 
 class _Trial:
@@ -198,11 +211,11 @@ class _Trial:
         kept = {s.name: tuple(range(2, s.size - 1) if s.size > 3 else range(1, s.size)) for s in sets}
         slim = SlimArch(kept, {s.name: s.size for s in sets})
         try:
-            whole, (small, _) = (
+            whole, (small, removal) = (
                 _masked(self.network, sets, slim),
                 _removed(self.network, self.example, slim, coupled=self.coupled),
             )
-            difference = relative_difference(whole, small, self.inputs)
+            difference = relative_difference(whole, small, self.inputs, _norms_left(self.coupled, sets, removal))
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removing units fails: {one_line(error)}"
         return None if difference <= TOLERANCE else f"removing units changes the output by {difference:.1e}"
@@ -434,13 +447,17 @@ class Proof:
     """That the removed network is the masked one.
 
     Attributes:
-        verdict: `equal` (the whole decision), or `partly` (some group sets were left alone).
-        max_relative_difference: max |masked - removed| / max |masked| in float64 on `images` real inputs.
+        verdict: `equal` (the whole decision), `partly` (some group sets were left alone), or `approximate`: equal, or
+            in part, but for norms that now average over less.
+        max_relative_difference: max |masked - removed| / max |masked| in float64 on `images` real inputs; with the
+            verdict `approximate` the norms of the masked network average over what is left, too.
         left_alone: (group set, reason).
         folded: constant channels whose value moved into biases first: the masked network is then the one that has it
             there, and equals the network before but for the rounding of these biases.
         constant: the removed network gives the same output for all images, up to `tolerance`: nothing comes through
             the units that are left. That would be so whatever was removed, so random weights were compared as well.
+        approximate: the group sets that a norm averages over and of which something is gone.
+        change: what that does: max |masked - removed| / max |masked| with the norms of the masked network as they were.
     """
 
     verdict: str
@@ -450,15 +467,23 @@ class Proof:
     tolerance: float = TOLERANCE
     folded: Folded = field(default_factory=Folded)
     constant: bool = False
+    approximate: tuple[str, ...] = ()
+    change: float = 0.0
+
+
+def _norms_left(coupled: Coupling, sets: Sequence[GroupSet], removal: Removal) -> Left:
+    """What the norms of the masked network average over, so that it equals the removed one; all, if that is exact."""
+    return left_of_riders(coupled, removal.units) if any(s.name in coupled.inexact for s in sets) else {}
 
 
 @torch.no_grad()
-def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs) -> float:
+def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs, left: Left | None = None) -> float:
     """max |one - other| / max |one| over all outputs, both in float64 and eval mode.
 
-    Infinity where an output is not finite or the shapes differ.
+    Infinity where an output is not finite or the shapes differ. With `left` the norms of `one` average over these
+    places of their parameters only.
     """
-    first, second = (_float64_outputs(network, inputs) for network in (one, other))
+    first, second = _float64_outputs(one, inputs, left), _float64_outputs(other, inputs)
     if [t.shape for t in first] != [t.shape for t in second] or not first:
         return math.inf
     pairs = list(zip(first, second, strict=True))
@@ -476,12 +501,14 @@ def _is_constant(network: nn.Module, inputs: Inputs) -> bool:
 
 
 @torch.no_grad()
-def _float64_outputs(network: nn.Module, inputs: Inputs) -> list[Tensor]:
+def _float64_outputs(network: nn.Module, inputs: Inputs, left: Left | None = None) -> list[Tensor]:
     """What the network returns for these inputs in float64 and eval mode, tensors that it makes itself included."""
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        return [t.double() for t in tensors_of(call(copy.deepcopy(network).double().eval(), double(inputs)))]
+        twin = copy.deepcopy(network).double().eval()
+        with norms_over(twin, left or {}):
+            return [t.double() for t in tensors_of(call(twin, double(inputs)))]
     finally:
         torch.set_default_dtype(before)
 
@@ -499,7 +526,8 @@ def remove(
 ) -> tuple[nn.Module, SlimArch, Removal, Proof]:
     """Remove what was decided, and prove that the result is the masked network.
 
-    A difference is bisected to the group sets that cause it; they are left alone and the rest is proved again.
+    A difference is bisected to the group sets that cause it; they are left alone and the rest is proved again. So are
+    units that a norm averages over, unless the decision was taken with `approximate`.
 
     Args:
         model: the network; not changed.
@@ -531,16 +559,21 @@ def remove(
     asked = [name for name in slim.sizes if slim.removed(name)]
     reasons: dict[str, str] = {}
     last: list[tuple[SlimArch, nn.Module, Removal, float, bool]] = []  # the largest part of it that is proved
+    inexact = {s.name for s in decided if s.name in coupled.inexact}
 
     def failure(names: Sequence[str]) -> str | None:
         decision = slim.without(set(asked) - set(names))
+        changing = [s for s in decided if s.name in inexact & set(names)]
+        if changing and not slim.origin.get("approximate"):
+            return INEXACT
         try:
             small, removal = remover(model, example, decision, select_inputs)
-            difference = relative_difference(_masked(model, decided, decision), small, images)
+            left = _norms_left(coupled, changing, removal)
+            difference = relative_difference(_masked(model, decided, decision), small, images, left)
             if constant := difference <= TOLERANCE and _is_constant(small, images):
                 other = redrawn(model)
                 small_other, _ = remover(other, double(example), decision, select_inputs)
-                difference = relative_difference(_masked(other, decided, decision), small_other, images)
+                difference = relative_difference(_masked(other, decided, decision), small_other, images, left)
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removal fails: {one_line(error)}"
         if not difference <= TOLERANCE:
@@ -563,8 +596,11 @@ def remove(
     if not asked and (reason := failure([])) is not None:
         raise RunFailed(f"the network without its removed groups differs from the masked one: {reason}")
     decision, small, removal, difference, constant = last[0]
-    verdict = "partly" if reasons else "equal"
-    proof = Proof(verdict, difference, _count(images), tuple(reasons.items()), folded=folded, constant=constant)
+    changing = tuple(name for name in asked if name in inexact and decision.removed(name))
+    change = relative_difference(_masked(model, decided, decision), small, images) if changing else 0.0
+    verdict = "approximate" if changing else "partly" if reasons else "equal"
+    alone, count = tuple(reasons.items()), _count(images)
+    proof = Proof(verdict, difference, count, alone, TOLERANCE, folded, constant, changing, change)
     return small, decision, removal, proof
 
 

@@ -189,13 +189,20 @@ def _layer_norm(on: Follower, _: Any, out: Tensor, input: Tensor, normalized_sha
             on.classes.inexact |= set(compact(tags)[0].reshape(-1).tolist())
         tags_inside = tags
         for dim in range(inside[0]):
-            if varies(tags_inside, dim):
-                on.keep(tags, "is normalised together with other channels")
-            tags_inside = tags_inside.narrow(dim, 0, 1)
+            first = tags_inside.narrow(dim, 0, 1)
+            if varies(tags_inside, dim):  # one scale for all that stands at a place
+                on.classes.merge(*compact(first.expand_as(tags_inside), tags_inside))
+            tags_inside = first
+        tags = tags_inside.expand(out.shape)
         tags_inside = tags_inside.reshape(tags_inside.shape[inside[0] :])
     for tensor in (weight, bias):
         on.ride(tensor, None if tags is None else tags_inside)
     on.set(out, tags)
+
+
+def _rms_norm(on: Follower, _: Any, out: Tensor, input: Tensor, normalized_shape: Sequence[int],
+              weight: Tensor | None = None, *rest: Any, **more: Any) -> None:  # fmt: skip
+    _layer_norm(on, _, out, input, normalized_shape, weight)
 
 
 def _group_norm(on: Follower, _: Any, out: Tensor, input: Tensor, num_groups: int, weight: Tensor | None = None,
@@ -312,6 +319,7 @@ _RULES: dict[Any, Callable[..., None]] = {
     F.instance_norm: _batch_norm,
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
+    F.rms_norm: _rms_norm,
     torch.prelu: _prelu,
     F.scaled_dot_product_attention: _attend,
     F.multi_head_attention_forward: _multi_head,

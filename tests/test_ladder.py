@@ -37,7 +37,7 @@ FLOORS = """
     bayes.calls
     bayes.curvature bayes.switches
     tracing
-    slim recipe export measure coupling bayes.prior
+    slim recipe export measure coupling bayes.prior partial_norms
     runfolder latency predict budget store folding
 
     surgery data plots

@@ -172,10 +172,11 @@ class _Loop:
         self.dense = copy.deepcopy(dense).to(work.device)
         self.example = data.train[0][0][None].to(work.device)
         self.proof_images = data.validation.__getitems__(range(min(16, len(data.validation))))[0].to(work.device)
-        found = found or find_groups(self.dense, self.example, settings.groups)
+        found = found or find_groups(self.dense, self.example, settings.groups, settings.approximate)
         if not found.sets:
             raise InputError(f"nothing can be pruned: {'; '.join(f'{n}: {r}' for n, r in found.left_alone)}")
         self.left_alone = found.left_alone
+        self.kind_of_decision: dict[str, str | int | float] = {"approximate": True} if found.approximate else {}
         self.sizes = {s.name: s.size for s in found.sets}
         self.lams = penalty_strengths(self.dense, found.sets, self.example, settings)
         self.budget = Budget.of(settings.target, self.dense, self.example)
@@ -335,7 +336,7 @@ class _Loop:
     def _decision(self, alive: Mapping[str, Tensor]) -> SlimArch:
         """What stays of the network as it is now."""
         kept = {name: tuple(flags.nonzero()[:, 0].tolist()) for name, flags in alive.items()}
-        return SlimArch(kept, {s.name: s.size for s in self.sets})
+        return SlimArch(kept, {s.name: s.size for s in self.sets}, self.kind_of_decision)
 
     def _some_images(self, part: float) -> tuple[Iterator[tuple[Tensor, Tensor]], torch.Generator]:
         """Fresh training batches for the curvature, and what draws its targets."""
@@ -372,7 +373,8 @@ class _Loop:
             origin = {name: tuple(indices) for name, indices in state["origin"].items()}
             compact = any(len(origin[name]) < size for name, size in self.sizes.items())
             if compact:
-                small = remove(self.dense, self.example, SlimArch(origin, self.sizes), self.proof_images)[0]
+                decision = SlimArch(origin, self.sizes, self.kind_of_decision)
+                small = remove(self.dense, self.example, decision, self.proof_images)[0]
                 self._adopt(small, origin)
             self.model.load_state_dict(state["model"])
             self.prior.load_state(state["prior"])
@@ -395,7 +397,7 @@ class _Loop:
         original = {n: tuple(self.origin[n][i] for i in alive[n].nonzero()[:, 0].tolist()) for n in alive}
         origin: dict[str, str | int | float] = {"method": "bayes", "seed": self.work.seed, "lam": settings.lam}
         origin |= {"groups": ", ".join(settings.groups), "rule": settings.rule, "epochs": self.epoch}
-        slim = SlimArch(original, self.sizes, origin)
+        slim = SlimArch(original, self.sizes, origin | self.kind_of_decision)
         return Decision(self._expanded(), slim, self._group_facts(), tuple(notes))
 
     def _expanded(self) -> nn.Module:

@@ -68,7 +68,8 @@ class BayesPruner:
             seed: of the targets that the curvature draws.
             settings: those of method `bayes` in a recipe, with the same meaning and defaults: lam, lam_cost_power,
                 lam_growth (a factor for each update), target ({"flops": x} or {"params": x}, a fraction below 1),
-                curvature ({"kind": ..., "samples": ..., "batch_size": ...}), curvature_scale, rule, threshold.
+                curvature ({"kind": ..., "samples": ..., "batch_size": ...}), curvature_scale, rule, threshold,
+                approximate (whether channels that a norm averages over may go, too).
 
         Raises:
             InputError: a setting is not one of these or out of range, the network cannot be traced, or nothing of it
@@ -79,10 +80,11 @@ class BayesPruner:
         self._device = _device(self.model)
         # What is about shapes happens on the CPU, as does the proof, which needs float64.
         twin, self._example = copy.deepcopy(self.model).cpu(), _moved(example_inputs, torch.device("cpu"))
-        found = find_groups(twin, self._example, self.settings.groups)
+        found = find_groups(twin, self._example, self.settings.groups, self.settings.approximate)
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         frozen = [s.name for s in found.sets if not {m.parameter for m in s.members} <= trained]
         sets = [s for s in found.sets if s.name not in frozen]
+        self._approximate = any(s.name in found.approximate for s in sets)
         self.left_alone = (*found.left_alone, *((name, "it holds weights that are not trained") for name in frozen))
         if not sets:
             raise InputError(f"nothing can be pruned: {'; '.join(f'{n}: {r}' for n, r in self.left_alone)}")
@@ -190,6 +192,7 @@ class BayesPruner:
         origin |= {"groups": ", ".join(self.settings.groups), "rule": self.settings.rule}
         origin |= {"updates": self._updates, "reached_while_shrinking": enough}
         origin |= {"within_target": self._gauge.met(alive)}  # every set keeps a group, which may be too many
+        origin |= {"approximate": True} if self._approximate else {}
         return SlimArch(kept, {s.name: s.size for s in self._prior.sets}, origin)
 
     def finish(self) -> tuple[nn.Module, Proof]:
