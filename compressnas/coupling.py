@@ -13,7 +13,7 @@ from compressnas.layers import PrunedAttention
 from compressnas.tags import OUTPUT, PLANS, Slice, Trace
 from compressnas.tracing import trace
 
-INEXACT = "a norm averages over its units: what is left would be scaled differently; approximate takes them, too"
+INEXACT = "a norm averages over its units: what is left would be scaled differently; approximate may take them"
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,7 @@ class _View:
                 self.is_read[self.roots[one.ids]] = True
         self.is_free = self.is_read.clone()
         self.is_free[[0, *self.reasons]] = False
+        self._keep_what_a_norm_has_a_part_of()
 
     def group_sets(self) -> dict[int, GroupSet]:
         """Number of the slice that is the first to make them -> the groups that it makes."""
@@ -220,10 +221,22 @@ class _View:
             result[number] = GroupSet(name, "coupled", size, (*made, *read), read, rides)
         return result
 
+    def _keep_what_a_norm_has_a_part_of(self) -> None:
+        """Units of a layer that a norm averages over stay where others of the layer can go exactly."""
+        for unit in self.slices:
+            if unit.role == "unit":
+                roots = self.roots[unit.ids]
+                free = roots[self.is_free[roots]].tolist()
+                normed = [root for root in free if root in self.inexact]
+                if len(normed) < len(free):
+                    self.is_free[normed] = False
+                    self.reasons |= dict.fromkeys(normed, INEXACT)
+
     def is_inexact(self, group_set: GroupSet) -> bool:
         name, axes = group_set.members[0].parameter, group_set.members[0].axes
         unit = next(s for s in self.slices if s.name == name and s.axis == axes[0])
-        return bool(set(self.roots[unit.ids].tolist()) & self.inexact)
+        roots = self.roots[unit.ids]
+        return bool(set(roots[self.is_free[roots]].tolist()) & self.inexact)
 
     def why_refused(self, unit: Slice) -> str | None:
         """Why units of a layer are in no group set; None where all are, or where it makes what nothing reads."""
@@ -354,9 +367,9 @@ def _told(module: nn.Module, before: Mapping[str, torch.Size], groups: int | Non
         module.num_features = module.num_features if vector is None else len(vector)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and isinstance(weight, Tensor):
         module.normalized_shape = tuple(weight.shape)
-    elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor) and len(weight) != before["weight"][0]:
+    elif isinstance(module, nn.GroupNorm) and "weight" in before and len(module.weight) != before["weight"][0]:
         if module.num_groups > 1:
-            module.num_groups = module.num_groups * len(weight) // before["weight"][0]
-        module.num_channels = len(weight)
+            module.num_groups = module.num_groups * len(module.weight) // before["weight"][0]
+        module.num_channels = len(module.weight)
     elif isinstance(module, nn.PReLU) and module.weight.numel() > 1:
         module.num_parameters = module.weight.numel()

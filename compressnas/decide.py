@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from compressnas.baselines import CRITERIA, Evidence, Loss
 from compressnas.budget import Budget, Meter
 from compressnas.choice import Choice, choices
+from compressnas.coupling import INEXACT
 from compressnas.errors import InputError
 from compressnas.faults import faults_of
 from compressnas.inputs import Inputs
@@ -68,7 +69,7 @@ def decide(
         ratio_of: for several steps with `ratio`: the `sizes` of the first decision. Then each step says what part of
             the dense network's channels has gone after it, and rounding does not add up.
         approximate: channels that a norm averages over may go, too, see `find_groups`; `remove` measures what that
-            changes.
+            changes. `groups` were found with it, or without.
 
     Returns:
         The decision; `origin` says what was asked and what the network will cost.
@@ -79,6 +80,8 @@ def decide(
     wanted = _wanted(target, ratio, scope, method)
     if ratio is None and ratio_of is not None:
         raise InputError("ratio_of: expected only with ratio")
+    if approximate and groups is not None and INEXACT in dict(groups.left_alone).values():
+        raise InputError("groups: found without approximate; expected find_groups(..., approximate=True)")
     evidence = Evidence(data, loss, seed=seed)
     return choose(
         model, example_inputs, method, wanted, ratio, round_to, evidence, ignore, min_channels, scope, groups, ratio_of,

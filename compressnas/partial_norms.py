@@ -24,7 +24,8 @@ def norms_over(model: nn.Module, left: Left) -> Iterator[None]:
         yield
         return
     fast_path = torch.backends.mha.get_fastpath_enabled()  # hides the norms of an encoder layer
-    places = {id(parameter): left[name] for name, parameter in model.named_parameters() if name in left}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    places = {id(tensor): left[name] for name, tensor in tensors if name in left}
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         with _Norms(places):

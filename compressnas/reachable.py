@@ -43,6 +43,7 @@ def reachable(
     steps: int = 10,
     groups: Found | None = None,
     evaluate: Evaluate | None = None,
+    approximate: bool = False,
 ) -> tuple[Reachable, ...]:
     """What is left of the cost when all layers keep the same part of their channels, from everything to the least.
 
@@ -57,6 +58,7 @@ def reachable(
         groups: what `find_groups(model, example_inputs)` gave, where it was called already.
         evaluate: takes each of the networks, in eval mode, gradients off, and gives any metric of it. The channels of
             the largest L2 norm stay.
+        approximate: as in `decide`.
 
     Raises:
         InputError: a value is out of range, the network cannot be traced, nothing of it can be pruned, or `evaluate`
@@ -64,7 +66,9 @@ def reachable(
     """
     if steps < 1:
         raise InputError(f"steps {steps}: expected a whole number of at least 1")
-    choice = choices(model, example_inputs, "magnitude", Evidence(), round_to, ignore, min_channels, groups)
+    choice = choices(
+        model, example_inputs, "magnitude", Evidence(), round_to, ignore, min_channels, groups, approximate
+    )
     dense, all_channels = cost(model, example_inputs), choice.all_channels({})
     lines = []
     for step in range(steps, -1, -1):

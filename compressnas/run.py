@@ -116,7 +116,8 @@ def reachable_by(recipe: Recipe, steps: int = 10) -> tuple[Reachable, ...]:
     """What the network of a recipe can cost when whole channels go; nothing is trained or written."""
     data = load_data(recipe.data, recipe.seed)
     dense = _untrained(recipe, data).eval()
-    return reachable(dense, data.train[0][0][None], getattr(recipe.method, "round_to", 1), steps=steps)
+    round_to, approximate = getattr(recipe.method, "round_to", 1), getattr(recipe.method, "approximate", False)
+    return reachable(dense, data.train[0][0][None], round_to, steps=steps, approximate=approximate)
 
 
 # ---------------------------------------------------------------- the steps

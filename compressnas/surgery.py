@@ -180,10 +180,9 @@ def _units(group_set: GroupSet) -> int:
 
 
 def _tried(model: nn.Module, example: Inputs, proposed: Sequence[GroupSet], coupled: Coupling) -> dict[str, str]:
-    """Group sets whose trial fails, with the reason; among them those that a norm averages over."""
-    barred = {s.name: "it has a single unit" for s in proposed if s.size < 2}
-    barred |= {s.name: INEXACT for s in proposed if s.name in coupled.inexact}
-    return barred | _Trial(model, example, coupled).failing([s for s in proposed if s.name not in barred])
+    """Group sets whose trial fails, with the reason."""
+    single = {s.name: "it has a single unit" for s in proposed if s.size < 2}
+    return single | _Trial(model, example, coupled).failing([s for s in proposed if s.size > 1])
 
 
 class _Trial:
@@ -215,7 +214,10 @@ class _Trial:
                 _masked(self.network, sets, slim),
                 _removed(self.network, self.example, slim, coupled=self.coupled),
             )
-            difference = relative_difference(whole, small, self.inputs, _norms_left(self.coupled, sets, removal))
+            difference = relative_difference(whole, small, self.inputs)
+            if difference > TOLERANCE and any(s.name in self.coupled.inexact for s in sets):
+                left = left_of_riders(self.coupled, removal.units)
+                difference = relative_difference(whole, small, self.inputs, left)
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removing units fails: {one_line(error)}"
         return None if difference <= TOLERANCE else f"removing units changes the output by {difference:.1e}"
@@ -337,10 +339,11 @@ def _removed(
         for parameter in pattern.parameters():
             parameter.fill_(1.0)
     _mask(pattern, decided, slim)
-    units = _idle_units(pattern, sets)
+    only = {n: frozenset(slim.removed(n) if n in slim.sizes else ()) for n in coupled.inexact}
+    units = _idle_units(pattern, sets, only)
     if undecided := [s for s in sets if units.get(s.name) and s.name not in slim.sizes]:  # idle, but never tried
         unsound = _tried(model, example, undecided, coupled)
-        units = _idle_units(pattern, [s for s in sets if s.name not in unsound])
+        units = _idle_units(pattern, [s for s in sets if s.name not in unsound], only)
     for network in (small, pattern):
         remove_units(network, coupled, units)
     selected = _select_inputs((small, pattern)) if select_inputs else {}
@@ -352,8 +355,13 @@ def _removed(
     return small, Removal(units, selected, cropped, masks)
 
 
-def _idle_units(pattern: nn.Module, sets: Sequence[GroupSet]) -> dict[str, tuple[int, ...]]:
-    """Units whose every reader is zero, and those that only such units read, and so on. One unit of a set stays."""
+def _idle_units(
+    pattern: nn.Module, sets: Sequence[GroupSet], only: Mapping[str, frozenset[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Units whose every reader is zero, and those that only such units read, and so on. One unit of a set stays.
+
+    Of the sets in `only` none but these: a norm averages over the others, read or not.
+    """
     weights = {name: weight.clone() for name, weight in weights_of(pattern).items()}
     idle: dict[str, tuple[int, ...]] = {}
     changed = True
@@ -366,6 +374,8 @@ def _idle_units(pattern: nn.Module, sets: Sequence[GroupSet]) -> dict[str, tuple
                 for values in (weights, shapes)
             )
             gone = ((read == 0) & (readable > 0)).nonzero()[:, 0].tolist()  # what nothing could read is used elsewhere
+            if group_set.name in only:
+                gone = [unit for unit in gone if unit in only[group_set.name]]
             if len(gone) == group_set.size:
                 gone = gone[1:]
             if len(gone) > len(idle.get(group_set.name, ())):
@@ -456,8 +466,8 @@ class Proof:
             there, and equals the network before but for the rounding of these biases.
         constant: the removed network gives the same output for all images, up to `tolerance`: nothing comes through
             the units that are left. That would be so whatever was removed, so random weights were compared as well.
-        approximate: the group sets that a norm averages over and of which something is gone.
-        change: what that does: max |masked - removed| / max |masked| with the norms of the masked network as they were.
+        approximate: the group sets that a norm averages over and of which something is gone, if that changes anything.
+        change: what it changes: max |masked - removed| / max |masked| with the masked network's norms as they were.
     """
 
     verdict: str
@@ -469,11 +479,6 @@ class Proof:
     constant: bool = False
     approximate: tuple[str, ...] = ()
     change: float = 0.0
-
-
-def _norms_left(coupled: Coupling, sets: Sequence[GroupSet], removal: Removal) -> Left:
-    """What the norms of the masked network average over, so that it equals the removed one; all, if that is exact."""
-    return left_of_riders(coupled, removal.units) if any(s.name in coupled.inexact for s in sets) else {}
 
 
 @torch.no_grad()
@@ -558,18 +563,22 @@ def remove(
     remover = remover or partial(_removed, coupled=coupled)
     asked = [name for name in slim.sizes if slim.removed(name)]
     reasons: dict[str, str] = {}
-    last: list[tuple[SlimArch, nn.Module, Removal, float, bool]] = []  # the largest part of it that is proved
+    last: list[tuple[SlimArch, nn.Module, Removal, float, bool, float]] = []  # the largest part of it that is proved
     inexact = {s.name for s in decided if s.name in coupled.inexact}
 
     def failure(names: Sequence[str]) -> str | None:
         decision = slim.without(set(asked) - set(names))
-        changing = [s for s in decided if s.name in inexact & set(names)]
-        if changing and not slim.origin.get("approximate"):
-            return INEXACT
+        left: Left = {}
+        change = 0.0
         try:
             small, removal = remover(model, example, decision, select_inputs)
-            left = _norms_left(coupled, changing, removal)
-            difference = relative_difference(_masked(model, decided, decision), small, images, left)
+            whole = _masked(model, decided, decision)
+            difference = relative_difference(whole, small, images)
+            if not difference <= TOLERANCE and inexact & set(names):
+                if not slim.origin.get("approximate"):
+                    return INEXACT
+                left, change = left_of_riders(coupled, removal.units), difference
+                difference = relative_difference(whole, small, images, left)
             if constant := difference <= TOLERANCE and _is_constant(small, images):
                 other = redrawn(model)
                 small_other, _ = remover(other, double(example), decision, select_inputs)
@@ -578,7 +587,7 @@ def remove(
             return f"removal fails: {one_line(error)}"
         if not difference <= TOLERANCE:
             return f"removal changes the output by {difference:.1e} (relative)"
-        last[:] = [(decision, small, removal, difference, constant)]
+        last[:] = [(decision, small, removal, difference, constant, change)]
         return None
 
     def add(accepted: list[str], names: list[str]) -> list[str]:
@@ -595,9 +604,8 @@ def remove(
         raise RunFailed("nothing could be proved: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
     if not asked and (reason := failure([])) is not None:
         raise RunFailed(f"the network without its removed groups differs from the masked one: {reason}")
-    decision, small, removal, difference, constant = last[0]
-    changing = tuple(name for name in asked if name in inexact and decision.removed(name))
-    change = relative_difference(_masked(model, decided, decision), small, images) if changing else 0.0
+    decision, small, removal, difference, constant, change = last[0]
+    changing = tuple(name for name in asked if name in inexact and decision.removed(name)) if change else ()
     verdict = "approximate" if changing else "partly" if reasons else "equal"
     alone, count = tuple(reasons.items()), _count(images)
     proof = Proof(verdict, difference, count, alone, TOLERANCE, folded, constant, changing, change)

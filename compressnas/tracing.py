@@ -185,8 +185,11 @@ def _layer_norm(on: Follower, _: Any, out: Tensor, input: Tensor, normalized_sha
     tags = on.of(input)
     if tags is not None:
         inside = tuple(range(tags.dim() - len(normalized_shape), tags.dim()))
-        if any(varies(tags, d) for d in inside):
-            on.classes.inexact |= set(compact(tags)[0].reshape(-1).tolist())
+        if not any(varies(tags, d) for d in inside):  # each channel on its own, at places that have their scales
+            on.ride(weight, None)
+            on.ride(bias, None)
+            return on.set(out, tags)
+        on.classes.inexact |= set(compact(tags)[0].reshape(-1).tolist())
         tags_inside = tags
         for dim in range(inside[0]):
             first = tags_inside.narrow(dim, 0, 1)

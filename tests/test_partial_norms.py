@@ -144,6 +144,101 @@ def test_idle_channels_that_nobody_decided_on_stay() -> None:
     assert proof.verdict == "approximate" and small.get_parameter("stem.weight").shape[0] == 11
 
 
+def test_channels_decided_to_stay_stay_idle_or_not() -> None:
+    model, inputs, wide = NETWORKS["one_group"][0]().eval(), PIXELS, "stem.out"
+    positions = 12 * 9
+    kept = {"body.shape": tuple(range(9, positions)), wide: tuple(range(12))}
+    slim = cn.SlimArch(kept, {"body.shape": positions, wide: 12}, {"approximate": True})
+    small, proof = cn.remove(model, inputs[:1], slim, inputs)
+    assert proof.verdict == "equal" and small.get_parameter("stem.weight").shape[0] == 12
+
+
+class Apart(nn.Module):
+    """A norm averages over the first half of what a layer makes."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made, self.norm, self.left, self.right = nn.Linear(5, 16), norm(8), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        made = self.made(values)
+        both = self.left(self.norm(made[..., :8])) + self.right(made[..., 8:])
+        return self.head(torch.relu(both))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_units_beside_those_that_a_norm_averages_over_go_exactly(
+    norm: Callable[[int], nn.Module], approximate: bool
+) -> None:
+    model, values = Apart(norm).eval(), torch.randn(7, 5)
+    found = cn.find_groups(model, values[:1], approximate=approximate)
+    assert {s.name: s.size for s in found.sets} == {"made.out": 8, "left.out": 6} and not found.approximate
+    assert dict(found.left_alone)["made.out"] == f"8 of its 16 units: {INEXACT}"
+    proof = cn.remove(model, values[:1], cn.decide(model, values[:1], ratio=0.5, approximate=approximate), values)[1]
+    assert proof.verdict == "equal" and proof.change == 0
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_over_the_places_of_each_channel_is_exact(kind: Callable[..., nn.Module], affine: bool) -> None:
+    torch.manual_seed(0)
+    norm = kind(10, elementwise_affine=affine)
+    model = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), norm, nn.Conv1d(8, 6, 3), nn.ReLU(), nn.Flatten()).eval()
+    signals = torch.randn(4, 3, 10)
+    slim = cn.decide(model, signals[:1], ratio=0.5)
+    proof = cn.remove(model, signals[:1], slim, signals)[1]
+    assert "0.out" in slim.sizes and proof.verdict == "equal" and not proof.left_alone
+
+
+def test_what_changes_nothing_is_equal_flag_or_not() -> None:
+    """A branch of scale zero, as LayerScale may start."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.skip, self.made, self.norm, self.read = (
+                nn.Linear(5, 3),
+                nn.Linear(5, 8),
+                nn.LayerNorm(8),
+                nn.Linear(8, 3),
+            )
+            self.scale = nn.Parameter(torch.zeros(3))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.skip(values) + self.scale * self.read(self.norm(self.made(values)))  # type: ignore[no-any-return]
+
+    model, values = Scaled().eval(), torch.randn(7, 5)
+    for origin in ({}, {"approximate": True}):
+        slim = cn.SlimArch({"made.out": (0, 3)}, {"made.out": 8}, origin)
+        small, proof = cn.remove(model, values[:1], slim, values)
+        assert (proof.verdict, proof.approximate, proof.change) == ("equal", (), 0.0)
+        assert small.get_parameter("made.weight").shape[0] == 2
+
+
+def test_groups_found_without_it_are_refused() -> None:
+    model = NETWORKS["layer_norm"][0]().eval()
+    with pytest.raises(cn.InputError, match=r"groups: found without approximate; expected find_groups\("):
+        cn.decide(model, TOKENS[:1], ratio=0.5, groups=cn.find_groups(model, TOKENS[:1]), approximate=True)
+    least = [cn.reachable(model, TOKENS[:1], steps=2, approximate=flag)[-1].params_kept for flag in (False, True)]
+    assert least[1] < 0.3 * least[0]
+
+
+def test_a_norm_whose_scale_is_a_buffer() -> None:
+    model = NETWORKS["layer_norm"][0]()
+    for norm in (model.get_submodule("norm1"), model.get_submodule("norm2")):
+        scale = norm.weight.detach().clone()  # type: ignore[operator, union-attr]
+        del norm.weight
+        norm.register_buffer("weight", scale)
+    model.eval()
+    slim = cn.decide(model, TOKENS[:1], ratio=0.5, approximate=True)
+    proof = cn.remove(model, TOKENS[:1], slim, TOKENS)[1]
+    assert proof.approximate == ("embed.out",) and not proof.left_alone
+
+
 @pytest.mark.parametrize("part", ["embed.weight", "norm1.weight", "position", "up.weight"])
 def test_a_swapped_index_is_found(part: str) -> None:
     model = NETWORKS["layer_norm"][0]().eval()

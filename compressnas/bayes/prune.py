@@ -40,6 +40,7 @@ from compressnas.train import (
 )
 
 STAGE = "shrink"
+NEXT_TO_NOTHING = 1e-30
 LARGEST_LAM = 1e30  # empties every group in one step, and is finite in float32
 
 
@@ -320,7 +321,8 @@ class _Loop:
         for name, value in evidence.items():
             norm = importance[name].to(value).masked_fill(~self.prior.alive[name].to(value.device), -1)
             dealt[name] = torch.empty_like(value)
-            dealt[name][norm.argsort(descending=True, stable=True)] = value.sort(descending=True).values
+            ranked = torch.arange(len(value), 0, -1, device=value.device) * NEXT_TO_NOTHING  # where evidence is equal
+            dealt[name][norm.argsort(descending=True, stable=True)] = value.sort(descending=True).values + ranked
         return dealt
 
     def _drop(self, part: float) -> None:

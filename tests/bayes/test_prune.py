@@ -14,7 +14,7 @@ from compressnas.errors import InputError
 from compressnas.measure import cost
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
-from compressnas.recipe import Bayes, Curvature, Synthetic
+from compressnas.recipe import Bayes, Curvature, Synthetic, Target
 from compressnas.slim import SlimArch
 from compressnas.surgery import find_groups, masked, relative_difference, remove
 from compressnas.train import Work, make_work
@@ -126,6 +126,17 @@ def test_evidence_says_how_many_and_norms_which(data: DataSet) -> None:
     for name, kept in by_norm.kept.items():
         best = importance[name].argsort(descending=True)[: len(kept)]
         assert sorted(best.tolist()) == list(kept)
+
+
+def test_among_groups_of_no_evidence_the_smallest_go(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Bayes(kind="bayes", groups=("coupled",), control="budget", target=Target(flops=0.4), within="norm")
+    loop = prune._Loop(
+        BUILDERS["lenet5"](data.shape, 3), data, settings, make_work("cpu", 0, None, Progress(quiet=True))
+    )
+    norms = {name: torch.rand(size) for name, size in loop.sizes.items()}
+    monkeypatch.setattr(prune, "scores", lambda *_: norms)
+    dealt = loop._in_order_of_norm({name: torch.zeros(size, dtype=torch.float64) for name, size in loop.sizes.items()})
+    assert all(dealt[name].argsort().tolist() == norms[name].argsort().tolist() for name in norms)
 
 
 def test_what_goes_in_a_round_goes_at_once_where_the_rest_is_fitted(data: DataSet) -> None:
