@@ -289,7 +289,8 @@ def test_a_target_between_a_fraction_and_a_number_is_refused(value: str, write: 
 def test_switching_the_method_drops_its_settings(write: Write) -> None:
     recipe = load_recipe(write(GOOD), ["method.kind=magnitude", "method.target.params=0.1"])
     assert set(recipe.method.model_dump(exclude_none=True)) == {
-        "kind", "target", "scope", "round_to", "batches", "reconstruct", "batch_size", "steps", "group_norm",
+        "kind", "target", "scope", "round_to", "approximate", "batches", "reconstruct", "batch_size", "steps",
+        "group_norm",
     }  # fmt: skip
     assert told(write(GOOD), "method.kind=magnitude", "method.target.flops=0.1", "method.lam=1").startswith(
         "method.lam:"
