@@ -158,19 +158,24 @@ def diagonal_curvature(
     samples, weights = 0, dict(model.named_parameters())
     with eval_mode(model), torch.enable_grad():
         for inputs, targets in batches:
-            try:
-                of_batch = ESTIMATORS[kind](model, inputs, targets, generator, loss)
-            except RuntimeError as error:
-                if _FREED not in str(error):
-                    raise
-                kept = "a tensor that is computed from weights in one call and kept for the next"
-                raise ValueError(f"the network holds {kept}; expected it to be computed in each call") from error
-            for name, value in of_batch.items():
+            for name, value in _of_batch(kind, model, inputs, targets, generator, loss).items():
                 _add(total, name, value.detach(), weights[name])
             samples += samples_of(inputs)
     if samples == 0:
         raise ValueError("curvature needs at least one batch")
     return {name: value.div_(samples) for name, value in total.items()}
+
+
+def _of_batch(
+    kind: str, model: nn.Module, inputs: Inputs, targets: Any, generator: torch.Generator, loss: Loss | None
+) -> Curvatures:
+    try:
+        return ESTIMATORS[kind](model, inputs, targets, generator, loss)
+    except RuntimeError as error:
+        if _FREED not in str(error):
+            raise
+        kept = "a tensor that is computed from weights in one call and kept for the next"
+        raise ValueError(f"the network holds {kept}; expected it to be computed in each call") from error
 
 
 def _squares(
