@@ -41,49 +41,42 @@ class _Norms(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func) if func.__hash__ is not None else None
-        return (func if rule is None else rule(self.places, func))(*args, **(kwargs or {}))
+        if rule is None:
+            return func(*args, **(kwargs or {}))
+        return rule(self.places, *args, **(kwargs or {}))
 
 
-def _layer_norm(places: Mapping[int, Mapping[int, Tensor]], func: Any) -> Any:
-    def apply(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
-              eps: float = 1e-5) -> Tensor:  # fmt: skip
-        if id(weight) not in places:
-            result: Tensor = func(input, normalized_shape, weight, bias, eps)
-            return result
-        first = input.dim() - len(normalized_shape)
-        some, dims = _some(input, places[id(weight)], first), tuple(range(first, input.dim()))
-        variance, mean = torch.var_mean(some, dims, correction=0, keepdim=True)
-        return _scaled((input - mean) / (variance + eps).sqrt(), weight, bias)
-
-    return apply
+def _layer_norm(places: Mapping[int, Mapping[int, Tensor]], input: Tensor, normalized_shape: Any,
+                weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
+    if id(weight) not in places:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return _scaled(_standardised(input, places[id(weight)], input.dim() - len(normalized_shape), eps), weight, bias)
 
 
-def _rms_norm(places: Mapping[int, Mapping[int, Tensor]], func: Any) -> Any:
-    def apply(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if id(weight) not in places:
-            result: Tensor = func(input, normalized_shape, weight, eps)
-            return result
-        first = input.dim() - len(normalized_shape)
-        some, dims = _some(input, places[id(weight)], first), tuple(range(first, input.dim()))
-        square = some.square().mean(dims, keepdim=True)
-        return _scaled(input / (square + (torch.finfo(input.dtype).eps if eps is None else eps)).sqrt(), weight, None)
-
-    return apply
+def _group_norm(places: Mapping[int, Mapping[int, Tensor]], input: Tensor, num_groups: int,
+                weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
+    if id(weight) not in places or num_groups > 1:  # which lose whole groups
+        return F.group_norm(input, num_groups, weight, bias, eps)
+    values = _standardised(input, places[id(weight)], 1, eps)
+    shape = [-1, *[1] * (input.dim() - 2)]
+    return _scaled(values, *(None if t is None else t.reshape(shape) for t in (weight, bias)))
 
 
-def _group_norm(places: Mapping[int, Mapping[int, Tensor]], func: Any) -> Any:
-    def apply(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-              eps: float = 1e-5) -> Tensor:  # fmt: skip
-        if id(weight) not in places or num_groups > 1:  # which lose whole groups
-            result: Tensor = func(input, num_groups, weight, bias, eps)
-            return result
-        some, dims = _some(input, places[id(weight)], 1), tuple(range(1, input.dim()))
-        variance, mean = torch.var_mean(some, dims, correction=0, keepdim=True)
-        shape = [-1, *[1] * (input.dim() - 2)]
-        weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
-        return _scaled((input - mean) / (variance + eps).sqrt(), weight, bias)
+def _rms_norm(places: Mapping[int, Mapping[int, Tensor]], input: Tensor, normalized_shape: Any,
+              weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
+    if id(weight) not in places:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    first = input.dim() - len(normalized_shape)
+    some, dims = _some(input, places[id(weight)], first), tuple(range(first, input.dim()))
+    square = some.square().mean(dims, keepdim=True)
+    return _scaled(input / (square + (torch.finfo(input.dtype).eps if eps is None else eps)).sqrt(), weight, None)
 
-    return apply
+
+def _standardised(values: Tensor, places: Mapping[int, Tensor], first: int, eps: float) -> Tensor:
+    """By the mean and the variance over what is left of all axes from `first` on."""
+    some, dims = _some(values, places, first), tuple(range(first, values.dim()))
+    variance, mean = torch.var_mean(some, dims, correction=0, keepdim=True)
+    return (values - mean) / (variance + eps).sqrt()
 
 
 def _some(values: Tensor, places: Mapping[int, Tensor], first: int) -> Tensor:
@@ -98,4 +91,4 @@ def _scaled(values: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return values if bias is None else values + bias
 
 
-_RULES = {F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.rms_norm: _rms_norm}
+_RULES: dict[Any, Any] = {F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.rms_norm: _rms_norm}

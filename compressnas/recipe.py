@@ -281,6 +281,11 @@ class Target(Section):
 TARGETS = ("flops", "params", "latency")
 
 
+Approximate = Annotated[
+    bool, Field(description="whether channels that a norm averages over may go, too; the change is measured")
+]
+
+
 class Bayes(Distilled):
     """Groups whose posterior prior variance has collapsed go (BayesNAS): group Lasso with learned weights."""
 
@@ -328,9 +333,7 @@ class Bayes(Distilled):
     rule: Literal["keep_at_zero", "threshold"] = "keep_at_zero"
     threshold: float = Field(default=0.0585498, gt=0, description="gamma at or below it goes; 1/(2 pi e)")
     target: Target | None = None
-    approximate: bool = Field(
-        default=False, description="whether channels that a norm averages over may go, too; the change is measured"
-    )
+    approximate: Approximate = False
 
     @model_validator(mode="after")
     def _counts(self) -> "Bayes":
@@ -355,9 +358,7 @@ class Baseline(Section):
     target: Target
     scope: Literal["uniform", "global"] = "uniform"
     round_to: int = Field(default=1, ge=1, description="layers keep a multiple of this many channels")
-    approximate: bool = Field(
-        default=False, description="whether channels that a norm averages over may go, too; the change is measured"
-    )
+    approximate: Approximate = False
     batches: int = Field(default=16, ge=1, description="training batches that taylor reads")
     reconstruct: bool = Field(
         default=False, description="the weights that stay are solved anew for what their layers gave before"

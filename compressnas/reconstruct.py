@@ -85,7 +85,8 @@ def reconstruct(
                 elif (columns := _columns_left(left, step.name)) is not None:
                     _fit(model, small, step, columns, batches)
                 done(1)
-        _rescale_all(model, small, steps[first:], left, batches[0])
+        if in_front_of_norms := [step for step in steps[first:] if step.read_by is not None]:
+            _rescale_all(model, small, in_front_of_norms, left, batches[0])
     return small
 
 
@@ -285,8 +286,7 @@ def _rescale_all(
     some = take(inputs, torch.arange(min(samples_of(inputs), AT_ONCE)))
     given = _floating(call(small, some))
     for step in steps:
-        if step.read_by is None:
-            continue
+        assert step.read_by is not None
         touched = [small.get_submodule(name) for name in (step.name, step.read_by)]
         before = [copy.deepcopy(module.state_dict()) for module in touched]
         _rescale(model, small, step.name, step.read_by, left)

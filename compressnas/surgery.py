@@ -214,10 +214,7 @@ class _Trial:
                 _masked(self.network, sets, slim),
                 _removed(self.network, self.example, slim, coupled=self.coupled),
             )
-            difference = relative_difference(whole, small, self.inputs)
-            if difference > TOLERANCE and any(s.name in self.coupled.inexact for s in sets):
-                left = left_of_riders(self.coupled, removal.units)
-                difference = relative_difference(whole, small, self.inputs, left)
+            difference, *_ = _compared(whole, small, self.inputs, self.coupled, [s.name for s in sets], removal)
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removing units fails: {one_line(error)}"
         return None if difference <= TOLERANCE else f"removing units changes the output by {difference:.1e}"
@@ -497,6 +494,21 @@ def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs, left: 
     return difference if math.isfinite(difference) else math.inf
 
 
+def _compared(
+    whole: nn.Module, small: nn.Module, inputs: Inputs, coupled: Coupling, names: Collection[str], removal: Removal
+) -> tuple[float, float, Left]:
+    """How far the masked network is from the removed one, what norms over what is left change, and what that is.
+
+    Norms are those of the masked network wherever that is exact; else, where they average over units of the sets in
+    `names`, they average over what is left, and what they change is told apart from the difference.
+    """
+    difference = relative_difference(whole, small, inputs)
+    if difference <= TOLERANCE or coupled.inexact.isdisjoint(names):
+        return difference, 0.0, {}
+    left = left_of_riders(coupled, removal.units)
+    return relative_difference(whole, small, inputs, left), difference, left
+
+
 def _is_constant(network: nn.Module, inputs: Inputs) -> bool:
     """Whether all samples of a batch of several give the same outputs, up to the tolerance."""
     outputs = [t for t in _float64_outputs(network, inputs) if t.numel()]
@@ -564,21 +576,15 @@ def remove(
     asked = [name for name in slim.sizes if slim.removed(name)]
     reasons: dict[str, str] = {}
     last: list[tuple[SlimArch, nn.Module, Removal, float, bool, float]] = []  # the largest part of it that is proved
-    inexact = {s.name for s in decided if s.name in coupled.inexact}
 
     def failure(names: Sequence[str]) -> str | None:
         decision = slim.without(set(asked) - set(names))
-        left: Left = {}
-        change = 0.0
         try:
             small, removal = remover(model, example, decision, select_inputs)
             whole = _masked(model, decided, decision)
-            difference = relative_difference(whole, small, images)
-            if not difference <= TOLERANCE and inexact & set(names):
-                if not slim.origin.get("approximate"):
-                    return INEXACT
-                left, change = left_of_riders(coupled, removal.units), difference
-                difference = relative_difference(whole, small, images, left)
+            difference, change, left = _compared(whole, small, images, coupled, names, removal)
+            if change and not slim.origin.get("approximate"):
+                return INEXACT
             if constant := difference <= TOLERANCE and _is_constant(small, images):
                 other = redrawn(model)
                 small_other, _ = remover(other, double(example), decision, select_inputs)
@@ -605,7 +611,7 @@ def remove(
     if not asked and (reason := failure([])) is not None:
         raise RunFailed(f"the network without its removed groups differs from the masked one: {reason}")
     decision, small, removal, difference, constant, change = last[0]
-    changing = tuple(name for name in asked if name in inexact and decision.removed(name)) if change else ()
+    changing = tuple(name for name in asked if name in coupled.inexact and decision.removed(name)) if change else ()
     verdict = "approximate" if changing else "partly" if reasons else "equal"
     alone, count = tuple(reasons.items()), _count(images)
     proof = Proof(verdict, difference, count, alone, TOLERANCE, folded, constant, changing, change)

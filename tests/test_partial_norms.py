@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_surgery_random import FEW
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import compressnas as cn
 from compressnas import surgery
@@ -283,6 +284,24 @@ def test_other_norms_are_left_as_they_are() -> None:
             first, second = model[:2](inputs), model(inputs)
             assert torch.equal(nn.functional.layer_norm(inputs, (6,)), nn.LayerNorm(6)(inputs))
     assert torch.equal(first, expected) and not torch.allclose(second, model(inputs))
+
+
+def test_a_norm_with_a_computed_scale_spares_the_layers_behind_it() -> None:
+    """It stays with what it averages over, flag or not."""
+    torch.manual_seed(0)
+    layers = (
+        nn.Conv2d(2, 8, 3),
+        nn.GroupNorm(1, 8),
+        nn.Conv2d(8, 6, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    model = nn.Sequential(*layers, nn.Linear(6, 3)).eval()
+    parametrize.register_parametrization(model[1], "weight", nn.Tanh())
+    for approximate in (False, True):
+        found = cn.find_groups(model, PIXELS[:1], approximate=approximate)
+        assert "2.out" in [s.name for s in found.sets] and "0.out" in dict(found.left_alone)
 
 
 def test_the_bayes_pruner_takes_such_channels() -> None:
