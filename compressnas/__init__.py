@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from compressnas.export import Check, export_onnx
     from compressnas.measure import Cost
     from compressnas.measure import cost as measure
+    from compressnas.proof import Proof
     from compressnas.reachable import reachable
     from compressnas.reconstruct import reconstruct
     from compressnas.slim import SlimArch
     from compressnas.store import load, save
-    from compressnas.surgery import Found, Proof, find_groups
+    from compressnas.surgery import Found, find_groups
 else:
     _WHERE = {
         "BayesPruner": "bayes.pruner",
@@ -41,7 +42,7 @@ else:
         "Cost": "measure",
         "Found": "surgery",
         "InputError": "errors",
-        "Proof": "surgery",
+        "Proof": "proof",
         "RunFailed": "errors",
         "SlimArch": "slim",
         "carry_optimizer": "carry",

@@ -7,8 +7,8 @@ from torch import nn
 from compressnas import surgery
 from compressnas.inputs import Inputs
 from compressnas.interface import more_samples, samples
+from compressnas.proof import Proof
 from compressnas.slim import SlimArch
-from compressnas.surgery import Proof
 
 PROOF_SAMPLES = 8
 

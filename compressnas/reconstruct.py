@@ -7,9 +7,7 @@ pruning, arXiv 1707.06168, equation 5, for x'). It takes no labels and no traini
 """
 
 import copy
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +15,12 @@ from torch import Tensor, nn
 
 from compressnas.bayes.calls import eval_mode, patches
 from compressnas.bayes.calls import of_convolution as call_of
-from compressnas.coupling import one_line
 from compressnas.errors import InputError
-from compressnas.inputs import Inputs, call, described, map_tensors, tensors_of
+from compressnas.inputs import Inputs, call, map_tensors, tensors_of
 from compressnas.interface import samples as samples_of
 from compressnas.interface import take
 from compressnas.progress import Progress
+from compressnas.run_order import NORMS, Step, steps_of
 from compressnas.slim import SlimArch
 from compressnas.surgery import masked
 
@@ -31,10 +29,7 @@ SAMPLES = 1024
 POSITIONS = 64  # of a sample, drawn for each layer: neighbouring ones say nearly the same
 RIDGE = 0.03  # r, as a part of the mean of the diagonal of sum x'x''
 ROWS = 4  # for each input of a layer at least; with fewer the fit would follow chance, and the layer is masked only
-WIDEST = 8192  # inputs of a layer, channels times kernel, whose second moments are worked with
 AT_ONCE = 16  # samples whose patches are in memory
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def reconstruct(
@@ -76,7 +71,7 @@ def reconstruct(
         raise InputError("data: no batch; expected (inputs, targets)")
     small, left = masked(model, example_inputs, slim), _left(model, example_inputs, slim)
     with eval_mode(model), eval_mode(small), torch.no_grad():
-        steps = _steps(model, batches[0])
+        steps = steps_of(model, batches[0])
         first = next((i for i, step in enumerate(steps) if not _whole(left, step.name)), len(steps))
         with (progress or Progress(quiet=True)).stage(STAGE, len(steps) - first) as done:
             for step in steps[first:]:
@@ -101,105 +96,6 @@ def _some(data: Iterable[Any], samples: int, device: torch.device) -> Iterator[I
         samples -= count
         if samples <= 0:
             return
-
-
-# ---------------------------------------------------------------- what is to be done
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A layer or a batch norm, in the order in which the network runs.
-
-    Attributes:
-        read_by: the batch norm of its own that alone reads what the layer makes, so that neither a constant in that
-            matters nor a factor.
-    """
-
-    name: str
-    is_norm: bool
-    read_by: str | None = None
-
-
-def _steps(model: nn.Module, inputs: Inputs) -> list[_Step]:
-    """The layers that can be fitted, and the batch norms."""
-    order: list[tuple[str, Tensor | None, Any, Any]] = []  # name, its input, what made that, what makes its output
-    hooks: list[Any] = []
-
-    def note(name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        given = inputs[0] if inputs else None  # its grad_fn may be another later on, when something writes into it
-        order.append((name, given, getattr(given, "grad_fn", None), getattr(output, "grad_fn", None)))
-
-    for name, module in model.named_modules():
-        if isinstance(module, (*_CONVS, nn.Linear, *_NORMS)):
-            hooks.append(module.register_forward_hook(lambda _, i, o, name=name: note(name, i, o)))
-    try:
-        outputs = _outputs_of_one(model, inputs, order)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    modules, runs = dict(model.named_modules()), [name for name, *_ in order]
-    parameters = [id(p) for m in modules.values() for p in m._parameters.values()]
-    readers = _readers(outputs)
-    norm_of = {
-        origin: name
-        for name, _, origin, made in order
-        if isinstance(modules[name], _NORMS) and origin is not None and readers[made] and _is_read_by(origin, made)
-    }
-    steps = []
-    for name, given, _, origin in order:
-        module, norm = modules[name], norm_of.get(origin)
-        if runs.count(name) > 1 or given is None:
-            continue
-        if isinstance(module, _NORMS):
-            steps.append(_Step(name, is_norm=True))
-        elif _can_be_fitted(module, parameters):
-            alone = norm is not None and runs.count(norm) == 1 and readers[origin] == 1
-            channels_first = isinstance(module, _CONVS) or given.dim() == 2  # where a batch norm looks for them
-            steps.append(_Step(name, is_norm=False, read_by=norm if alone and channels_first else None))
-    return steps
-
-
-def _outputs_of_one(model: nn.Module, inputs: Inputs, order: list[Any]) -> Any:
-    """What the network makes of the first sample, with its graph; without one where it runs only so."""
-    for with_graph in (True, False):
-        order.clear()
-        try:
-            with torch.set_grad_enabled(with_graph):
-                return call(model, take(inputs, torch.arange(1)))
-        except Exception as error:  # whatever a network raises
-            if not with_graph:
-                raise InputError(f"data: the network does not run on {described(inputs)}: {one_line(error)}") from error
-
-
-def _is_read_by(origin: Any, node: Any) -> bool:
-    return any(following is origin for following, _ in node.next_functions)
-
-
-def _readers(outputs: Any) -> Counter[Any]:
-    """How often what each node of the autograd graph makes is read, on the way to the outputs."""
-    reads: Counter[Any] = Counter()
-    waiting = [t.grad_fn for t in tensors_of(outputs) if t.grad_fn is not None]
-    reads.update(waiting)
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is None:
-                continue
-            reads[node] += 1
-            if node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return reads
-
-
-def _can_be_fitted(module: nn.Module, parameters: list[int]) -> bool:
-    weight = module._parameters.get("weight")  # a parametrised one is no parameter
-    if weight is None or not weight.requires_grad or parameters.count(id(weight)) > 1:
-        return False
-    if type(module) not in (*_CONVS, nn.Linear):  # a subclass may do something else with its weight
-        return False
-    plain = not isinstance(module, _CONVS) or (module.groups == 1 and module.padding_mode == "zeros")
-    return plain and weight[0].numel() <= WIDEST
 
 
 def _left(model: nn.Module, example: Inputs, slim: SlimArch) -> dict[str, Tensor]:
@@ -247,7 +143,7 @@ def _inputs_of(model: nn.Module, name: str, batches: Iterable[Inputs]) -> Iterat
         hook.remove()
 
 
-def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batches: list[Inputs]) -> None:
+def _fit(model: nn.Module, small: nn.Module, step: Step, columns: Tensor, batches: list[Inputs]) -> None:
     """Solve one layer of `small`, in place."""
     dense, layer = model.get_submodule(step.name), small.get_submodule(step.name)
     assert isinstance(dense.weight, Tensor) and isinstance(layer.weight, Tensor)
@@ -280,7 +176,7 @@ def _fit(model: nn.Module, small: nn.Module, step: _Step, columns: Tensor, batch
 
 
 def _rescale_all(
-    model: nn.Module, small: nn.Module, steps: Iterable[_Step], left: dict[str, Tensor], inputs: Inputs
+    model: nn.Module, small: nn.Module, steps: Iterable[Step], left: dict[str, Tensor], inputs: Inputs
 ) -> None:
     """`_rescale` where the network gives the same after it, which a reader without a graph may prevent."""
     some = take(inputs, torch.arange(min(samples_of(inputs), AT_ONCE)))
@@ -317,7 +213,7 @@ def _rescale(model: nn.Module, small: nn.Module, name: str, norm_name: str, left
     assert isinstance(layer.weight, Tensor) and isinstance(dense.weight, Tensor)
     scale = norm._parameters.get("weight")
     own = sum(p is scale for module in small.modules() for p in module._parameters.values()) == 1
-    if type(norm) not in _NORMS or scale is None or not own or norm.running_mean is None:
+    if type(norm) not in NORMS or scale is None or not own or norm.running_mean is None:
         return
     if not all(p.requires_grad for p in (scale, layer.bias) if isinstance(p, Tensor)):
         return

@@ -29,11 +29,12 @@ from compressnas.latency import interleaved, random_images
 from compressnas.measure import cost, theoretical_flops
 from compressnas.models import build_network
 from compressnas.progress import Progress
+from compressnas.proof import Proof
 from compressnas.reachable import Reachable, reachable
 from compressnas.recipe import Baseline, Recipe, Target, recipe_hash, to_yaml
 from compressnas.report import write_report
 from compressnas.slim import SlimArch
-from compressnas.surgery import Found, Proof, Removal, find_groups, masked, remove, without_selection
+from compressnas.surgery import Found, Removal, find_groups, masked, remove, without_selection
 from compressnas.train import Work, evaluate, fit, make_work, task_loss
 from compressnas.weights import load_weights, save_weights
 

@@ -18,20 +18,18 @@ from compressnas.coupling import (
     incoming,
     is_output,
     layer_of,
-    left_of_riders,
     one_line,
     remove_units,
 )
 from compressnas.errors import InputError, RunFailed
 from compressnas.folding import Folded, fold_constants
 from compressnas.groups import GroupSet, Member, mask_groups, modules_with_weights, weights_of
-from compressnas.inputs import Inputs, call, double, drawn, tensors_of
+from compressnas.inputs import Inputs, double, drawn
 from compressnas.layers import CroppedConv2d, SelectLinear
-from compressnas.partial_norms import Left, norms_over
+from compressnas.proof import TOLERANCE, Proof, compared, count_of, is_constant, redrawn, relative_difference
 from compressnas.slim import SlimArch
 
 ROUNDING = 1e-5  # relative difference that folding a constant into a float32 bias may make
-TOLERANCE = 1e-9  # relative difference in float64 up to which two networks are the same
 
 # ---------------------------------------------------------------- finding
 
@@ -214,7 +212,7 @@ class _Trial:
                 _masked(self.network, sets, slim),
                 _removed(self.network, self.example, slim, coupled=self.coupled),
             )
-            difference, *_ = _compared(whole, small, self.inputs, self.coupled, [s.name for s in sets], removal)
+            difference, *_ = compared(whole, small, self.inputs, self.coupled, [s.name for s in sets], removal.units)
         except Exception as error:  # what a network raises when its widths move is not ours to know
             return f"removing units fails: {one_line(error)}"
         return None if difference <= TOLERANCE else f"removing units changes the output by {difference:.1e}"
@@ -234,22 +232,6 @@ class _Trial:
         """The sets that do not come through, with the reason."""
         passed = {part[0].name for part in self.passing([(s,) for s in sets])}
         return {s.name: str(self.reason([s])) for s in sets if s.name not in passed}
-
-
-@torch.no_grad()
-def redrawn(model: nn.Module) -> nn.Module:
-    """A float64 copy in eval mode with random weights and norm statistics: zeros and ones hide faults."""
-    generator = torch.Generator().manual_seed(0)
-    network = copy.deepcopy(model).double().eval()
-    for parameter in network.parameters():
-        scale = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else 1.0
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
-    for name, tensor in network.named_buffers():
-        if name.endswith("running_mean"):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-        if name.endswith("running_var"):
-            tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
-    return network
 
 
 # ---------------------------------------------------------------- masking and removing
@@ -449,87 +431,6 @@ def origins(model: nn.Module, example: Inputs, slim: SlimArch) -> dict[str, Tens
 # ---------------------------------------------------------------- proving
 
 
-@dataclass(frozen=True)
-class Proof:
-    """That the removed network is the masked one.
-
-    Attributes:
-        verdict: `equal` (the whole decision), `partly` (some group sets were left alone), or `approximate`: equal, or
-            in part, but for norms that now average over less.
-        max_relative_difference: max |masked - removed| / max |masked| in float64 on `images` real inputs; with the
-            verdict `approximate` the norms of the masked network average over what is left, too.
-        left_alone: (group set, reason).
-        folded: constant channels whose value moved into biases first: the masked network is then the one that has it
-            there, and equals the network before but for the rounding of these biases.
-        constant: the removed network gives the same output for all images, up to `tolerance`: nothing comes through
-            the units that are left. That would be so whatever was removed, so random weights were compared as well.
-        approximate: the group sets that a norm averages over and of which something is gone, if that changes anything.
-        change: what it changes: max |masked - removed| / max |masked| with the masked network's norms as they were.
-    """
-
-    verdict: str
-    max_relative_difference: float
-    images: int
-    left_alone: tuple[tuple[str, str], ...]
-    tolerance: float = TOLERANCE
-    folded: Folded = field(default_factory=Folded)
-    constant: bool = False
-    approximate: tuple[str, ...] = ()
-    change: float = 0.0
-
-
-@torch.no_grad()
-def relative_difference(one: nn.Module, other: nn.Module, inputs: Inputs, left: Left | None = None) -> float:
-    """max |one - other| / max |one| over all outputs, both in float64 and eval mode.
-
-    Infinity where an output is not finite or the shapes differ. With `left` the norms of `one` average over these
-    places of their parameters only.
-    """
-    first, second = _float64_outputs(one, inputs, left), _float64_outputs(other, inputs)
-    if [t.shape for t in first] != [t.shape for t in second] or not first:
-        return math.inf
-    pairs = list(zip(first, second, strict=True))
-    scale = max(float(a.abs().max()) if a.numel() else 0.0 for a, _ in pairs)
-    difference = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs) / max(scale, 1e-300)
-    return difference if math.isfinite(difference) else math.inf
-
-
-def _compared(
-    whole: nn.Module, small: nn.Module, inputs: Inputs, coupled: Coupling, names: Collection[str], removal: Removal
-) -> tuple[float, float, Left]:
-    """How far the masked network is from the removed one, what norms over what is left change, and what that is.
-
-    Norms are those of the masked network wherever that is exact; else, where they average over units of the sets in
-    `names`, they average over what is left, and what they change is told apart from the difference.
-    """
-    difference = relative_difference(whole, small, inputs)
-    if difference <= TOLERANCE or coupled.inexact.isdisjoint(names):
-        return difference, 0.0, {}
-    left = left_of_riders(coupled, removal.units)
-    return relative_difference(whole, small, inputs, left), difference, left
-
-
-def _is_constant(network: nn.Module, inputs: Inputs) -> bool:
-    """Whether all samples of a batch of several give the same outputs, up to the tolerance."""
-    outputs = [t for t in _float64_outputs(network, inputs) if t.numel()]
-    scale = max((float(t.abs().max()) for t in outputs), default=0.0)
-    moved = max((float((t - t[:1]).abs().max()) for t in outputs if t.dim()), default=0.0)
-    return _count(inputs) > 1 and moved <= TOLERANCE * scale
-
-
-@torch.no_grad()
-def _float64_outputs(network: nn.Module, inputs: Inputs, left: Left | None = None) -> list[Tensor]:
-    """What the network returns for these inputs in float64 and eval mode, tensors that it makes itself included."""
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        twin = copy.deepcopy(network).double().eval()
-        with norms_over(twin, left or {}):
-            return [t.double() for t in tensors_of(call(twin, double(inputs)))]
-    finally:
-        torch.set_default_dtype(before)
-
-
 Remove = Callable[[nn.Module, Inputs, SlimArch, bool], tuple[nn.Module, Removal]]
 
 
@@ -582,10 +483,10 @@ def remove(
         try:
             small, removal = remover(model, example, decision, select_inputs)
             whole = _masked(model, decided, decision)
-            difference, change, left = _compared(whole, small, images, coupled, names, removal)
+            difference, change, left = compared(whole, small, images, coupled, names, removal.units)
             if change and not slim.origin.get("approximate"):
                 return INEXACT
-            if constant := difference <= TOLERANCE and _is_constant(small, images):
+            if constant := difference <= TOLERANCE and is_constant(small, images):
                 other = redrawn(model)
                 small_other, _ = remover(other, double(example), decision, select_inputs)
                 difference = relative_difference(_masked(other, decided, decision), small_other, images, left)
@@ -613,14 +514,9 @@ def remove(
     decision, small, removal, difference, constant, change = last[0]
     changing = tuple(name for name in asked if name in coupled.inexact and decision.removed(name)) if change else ()
     verdict = "approximate" if changing else "partly" if reasons else "equal"
-    alone, count = tuple(reasons.items()), _count(images)
+    alone, count = tuple(reasons.items()), count_of(images)
     proof = Proof(verdict, difference, count, alone, TOLERANCE, folded, constant, changing, change)
     return small, decision, removal, proof
-
-
-def _count(images: Inputs) -> int:
-    """How many samples a batch holds."""
-    return next((len(tensor) for tensor in tensors_of(images) if tensor.dim()), 1)
 
 
 def removed_network(

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compressnas.proof import relative_difference
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, relative_difference, remove
+from compressnas.surgery import find_groups, remove
 
 
 def constant(kernel: int = 1, padding: int = 0, bias: bool = True, scale: float = 0.0) -> nn.Sequential:

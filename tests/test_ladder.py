@@ -38,7 +38,8 @@ FLOORS = """
     bayes.curvature bayes.switches
     tracing
     slim recipe export measure coupling bayes.prior partial_norms
-    runfolder latency predict budget store folding
+    runfolder latency predict budget store folding run_order
+    proof
 
     surgery data plots
     train report baselines api carry gauge reconstruct

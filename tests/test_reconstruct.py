@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import compressnas as cn
 from compressnas.progress import Progress
+from compressnas.proof import relative_difference
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, masked, relative_difference
+from compressnas.surgery import find_groups, masked
 
 rooms = import_module("compressnas.reconstruct")  # the package has a function of that name
 

@@ -14,8 +14,9 @@ from compressnas.errors import InputError, RunFailed
 from compressnas.export import export_onnx, verify
 from compressnas.layers import CroppedConv2d, SelectLinear
 from compressnas.models import BUILDERS
+from compressnas.proof import relative_difference
 from compressnas.slim import SlimArch
-from compressnas.surgery import Removal, find_groups, masked, origins, relative_difference, remove
+from compressnas.surgery import Removal, find_groups, masked, origins, remove
 
 EXAMPLE = torch.zeros(1, 1, 28, 28)
 WIDTHS = {  # units, inputs or kernel positions of each group set

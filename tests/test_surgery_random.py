@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from compressnas.errors import InputError, RunFailed
+from compressnas.proof import relative_difference
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, masked, relative_difference, remove
+from compressnas.surgery import find_groups, masked, remove
 
 WIDTH = 8  # channels between blocks: divisible by what splits, groups and norms need
 

@@ -19,9 +19,10 @@ from compressnas.faults import faults_of
 from compressnas.gauge import Gauge
 from compressnas.inputs import Inputs, map_tensors
 from compressnas.interface import samples, take
+from compressnas.proof import Proof
 from compressnas.recipe import Bayes
 from compressnas.slim import SlimArch
-from compressnas.surgery import Proof, find_groups
+from compressnas.surgery import find_groups
 
 PROOF_SAMPLES = 16
 OF_THE_LOOP = (

@@ -14,9 +14,10 @@ from compressnas.errors import InputError
 from compressnas.measure import cost
 from compressnas.models import BUILDERS
 from compressnas.progress import Progress
+from compressnas.proof import relative_difference
 from compressnas.recipe import Bayes, Curvature, Synthetic, Target
 from compressnas.slim import SlimArch
-from compressnas.surgery import find_groups, masked, relative_difference, remove
+from compressnas.surgery import find_groups, masked, remove
 from compressnas.train import Work, make_work
 
 

@@ -16,8 +16,9 @@ from compressnas.bayes.pruner import BayesPruner
 from compressnas.errors import InputError
 from compressnas.groups import weights_of
 from compressnas.measure import cost
+from compressnas.proof import relative_difference
 from compressnas.recipe import Bayes, Curvature, Target
-from compressnas.surgery import masked, relative_difference
+from compressnas.surgery import masked
 
 EXAMPLE = torch.zeros(1, 1, 8, 8)
 FEW = {"samples": 32, "batch_size": 16}
