@@ -187,7 +187,8 @@ def check(recipe: RecipeName, overrides: Overrides = None) -> None:
     from compressnas.recipe import load_recipe, recipe_hash, resolve
 
     loaded = load_recipe(recipe, overrides or ())
-    parts = f"data {loaded.data.name}, model {loaded.model.network}, method {loaded.method.kind}"
+    what = "space" if loaded.model is None else "model"
+    parts = f"data {loaded.data.name}, {what} {loaded.subject}, method {loaded.method.kind}"
     print(f"{resolve(recipe)}: valid ({parts}, hash {recipe_hash(loaded)})")
 
 

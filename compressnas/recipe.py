@@ -16,6 +16,7 @@ from compressnas.yaml_text import read_yaml, write_yaml
 ModelName = Literal["lenet5", "lenet300_100", "resnet20", "resnet56", "resnet18_cifar", "vgg16_bn_cifar"]
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
 Criterion = Literal["magnitude", "magnitude_l1", "bn_scale", "fpgm", "taylor", "random"]
+Operation201 = Literal["none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3"]
 AugmentName = Literal["shift", "nudge", "affine", "flip", "crop", "cutout"]
 
 
@@ -228,6 +229,23 @@ class Finetune(Train, Distilled):
     lr: float = Field(default=0.02, gt=0, le=LARGEST)
 
 
+# ---------------------------------------------------------------- spaces
+
+
+class NasBench201(Section):
+    """The cells of NAS-Bench-201: 6 edges, 5 operations."""
+
+    name: Literal["nasbench201"]
+    cells: int = Field(default=5, ge=1, description="in each of the three stages")
+    width: int = Field(default=16, ge=1, description="channels of the first stage")
+    exclude: Annotated[tuple[Operation201, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = Field(
+        default=(), description="operations that are no candidates"
+    )
+    table: Text | None = Field(default=None, description="the benchmark's results, to look up what is found")
+
+
+SpaceSection = NasBench201  # a union once there are several
+
 # ---------------------------------------------------------------- methods
 
 
@@ -392,7 +410,29 @@ class Given(Section):
     fresh: bool = False
 
 
-Method = Annotated[Bayes | Baseline | Given, Field(discriminator="kind")]
+class Nasi(Section):
+    """The cell with the best trace norm of the neural tangent kernel at initialisation (NASI); nothing is trained."""
+
+    kind: Literal["nasi"]
+    steps: int = Field(default=100, ge=1, description="T, architectures that are drawn")
+    batch_size: int = Field(default=64, ge=1)
+    nu: Literal["adaptive", "fixed"] = Field(default="adaptive", description="how the constraint on the trace is set")
+    nu_0: float | None = Field(
+        default=1000.0, ge=0, description="where nu starts, or stays; null: the mean trace of `nu_samples` cells"
+    )
+    nu_samples: int = Field(default=50, ge=1)
+    mu: float = Field(default=2.0, ge=0, le=LARGEST, description="penalty on a trace above nu")
+    tau: float = Field(default=1.0, gt=0, le=LARGEST, description="temperature of the Gumbel softmax")
+    xi: float = Field(default=1.0, gt=0, le=LARGEST, description="length of the step from alpha = 0")
+    images: Literal["real", "gaussian"] = "real"
+    labels: Literal["true", "random"] = "true"
+    parameterisation: Literal["standard", "ntk"] = Field(
+        default="standard", description="weights as layers draw them, or N(0, 1) scaled by 1/sqrt(fan-in)"
+    )
+
+
+Method = Annotated[Bayes | Baseline | Given | Nasi, Field(discriminator="kind")]
+SEARCHES = ("nasi",)  # methods that need a space where the others need a model
 
 
 class Export(Section):
@@ -407,27 +447,51 @@ class Recipe(Section):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
     threads: int | None = Field(default=None, ge=1, le=1024)
     data: Data
-    model: Model
+    model: Model | None = Field(default=None, description="the network that is pruned; or else a space")
+    space: SpaceSection | None = Field(default=None, description="the cells that are searched; or else a model")
     train: Train | None = None
     method: Method
     finetune: Finetune = Finetune()
     export: Export = Export()
 
     @model_validator(mode="after")
-    def _has_weights(self) -> "Recipe":
+    def _fits_together(self) -> "Recipe":
+        if (self.model is None) == (self.space is None):
+            raise ValueError(_ONE_SUBJECT)
+        if self.space is not None:
+            return self._checked_search()
+        if self.method.kind in SEARCHES:
+            raise ValueError(f"method.kind: {self.method.kind} searches a space; expected this section, not model")
         if _no_weights(self.model_dump()):
             raise ValueError(_NO_WEIGHTS)
+        assert self.model is not None
         if self.finetune.distill > 0 and self.train is None and self.model.weights is None:
             raise ValueError(_NO_TEACHER)
         return self
 
+    def _checked_search(self) -> "Recipe":
+        if self.method.kind not in SEARCHES:
+            expected = ", ".join(SEARCHES)
+            raise ValueError(f"method.kind: {self.method.kind} needs a model; with space expected {expected}")
+        if "finetune" in self.model_fields_set:
+            raise ValueError("finetune: expected only with model; what is found in a space is trained by `train`")
+        return self
 
+    @property
+    def subject(self) -> str:
+        """What the recipe is about: the name of its network or of its space."""
+        return self.model.network if self.model is not None else self.space.name if self.space is not None else ""
+
+
+_ONE_SUBJECT = "expected exactly one of model (a network to prune) and space (cells to search)"
 _NO_WEIGHTS = "train: missing; expected this section, or model.weights (a network that is trained already)"
 _NO_TEACHER = "finetune.distill: nothing to learn from; expected train or model.weights, which make a dense network"
 
 
 def _no_weights(document: Mapping[Any, Any]) -> bool:
     """Whether neither `train` nor anything else gives the dense network its weights. Takes unvalidated input too."""
+    if document.get("space") is not None:
+        return False
     model, method = document.get("model"), document.get("method")
     loaded = isinstance(model, Mapping) and model.get("weights") is not None
     fresh = isinstance(method, Mapping) and method.get("kind") == "given" and method.get("fresh") is True

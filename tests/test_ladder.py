@@ -25,6 +25,8 @@ from compressnas.recipe import (
     GroupKind,
     Model,
     ModelName,
+    NasBench201,
+    Operation201,
     Recipe,
 )
 
@@ -37,9 +39,13 @@ FLOORS = """
     bayes.calls
     bayes.curvature bayes.switches
     tracing
-    slim recipe export measure coupling bayes.prior partial_norms
+    slim recipe export measure spaces.operations coupling bayes.prior partial_norms
+    spaces.cell
     runfolder latency predict budget store folding run_order
     proof
+    spaces.nasbench201
+    spaces nasi nasi.gumbel nasi.ntk
+    nasi.gradient
 
     surgery data plots
     train report baselines api carry gauge reconstruct
@@ -49,7 +55,8 @@ FLOORS = """
 
     models.lenet models.resnet models.vgg models.zoo models.factory bayes
     models bayes.prune
-    bayes.pruner gradual
+    bayes.pruner gradual nasi.search outcome
+    search_run
 
     run
 
@@ -207,9 +214,20 @@ def test_model_names() -> None:
 
 
 def test_method_names() -> None:
+    from compressnas.recipe import SEARCHES
     from compressnas.run import CHECKS, METHODS
+    from compressnas.search_run import SEARCHES as SEARCHING
 
-    assert tags("method") == set(METHODS) == set(CHECKS)
+    assert tags("method") - set(SEARCHES) == set(METHODS) == set(CHECKS)
+    assert set(SEARCHES) == set(SEARCHING)
+
+
+def test_space_names() -> None:
+    from compressnas.spaces import SPACES
+    from compressnas.spaces.nasbench201 import NAMES
+
+    assert literals(NasBench201.model_fields["name"].annotation) == set(SPACES)
+    assert literals(Operation201) == set(NAMES)
 
 
 def test_data_names() -> None:

@@ -1,0 +1,157 @@
+"""The main path of a search: space, search, the derived network, training, measuring, export, report."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressnas.data import DataSet
+from compressnas.files import write_whole
+from compressnas.nasi.search import nasi_search
+from compressnas.outcome import check_facts, export_networks, guesses, some_images, write_lines, write_points
+from compressnas.recipe import Nasi, Recipe
+from compressnas.report import write_report
+from compressnas.spaces import SPACES
+from compressnas.spaces.cell import Cell, Kept, Space, operation_of, read_by
+from compressnas.spaces.nasbench201 import looked_up, read_table
+from compressnas.train import Work, fit, stage_seed
+from compressnas.weights import save_weights
+
+Table = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A space, and what a benchmark knows of its cells."""
+
+    space: Space
+    table: Table | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a search method returns: the cell, and what the report tells of how it was found."""
+
+    kept: Kept
+    facts: Mapping[str, Any]
+
+
+def prepare_search(recipe: Recipe) -> Prepared:
+    """The space of a recipe and its table. Raises InputError where one of them cannot be used."""
+    assert recipe.space is not None
+    settings = recipe.space.model_dump()
+    table, name = settings.pop("table", None), settings.pop("name")
+    space = SPACES[name](**settings)
+    space.best({choice.name: torch.zeros(len(choice.candidates)) for choice in space.choices})
+    return Prepared(space, None if table is None else read_table(table))
+
+
+def carry_out_search(recipe: Recipe, data: DataSet, prepared: Prepared, work: Work, out: Path) -> None:
+    """Search, derive, train, measure, export, report, in a folder that is there."""
+    space, progress = prepared.space, work.progress
+    chosen = SEARCHES[recipe.method.kind](space, data, recipe, work)
+    slim = space.slim(chosen.kept, method=recipe.method.kind, seed=recipe.seed)
+    slim.save(out / "slim.json")
+    text = space.text(chosen.kept)
+    known = None if prepared.table is None else looked_up(prepared.table, text)
+    progress.say(f"found: {text}" + (f" ({_told(known)})" if known else ""))
+
+    torch.manual_seed(recipe.seed)
+    derived = space.network(chosen.kept, data.shape, len(data.classes))
+    if recipe.train is not None:
+        derived = fit(derived, data, recipe.train, work, stage="train")
+    save_weights(derived, out / "weights.safetensors")
+    write_lines(out / "history.jsonl", [record for stage in work.history.values() for record in stage])
+
+    images, networks = some_images(data), {"slim": derived.cpu()}
+    checks = export_networks(recipe, out, data, networks, images, "not pruned")
+    points = write_points(out, data, networks, checks)
+    notes = _notes(recipe, points, len(data.classes))
+    facts = {"space": space.name, "method": recipe.method.kind, "cell": text, "table": known and dict(known)}
+    facts |= {k: v for k, v in chosen.facts.items() if k != "alpha"}
+    facts |= {"choices": _choices(space, chosen), "graphs": _graphs(space, chosen.kept)}
+    result = {"search": facts, "check": check_facts(checks["slim"]), "notes": notes}
+    write_whole(out / "result.json", json.dumps(result, indent=1, sort_keys=True))
+    write_report(out)
+    progress.say(f"verified: ONNX Runtime = torch to {checks['slim'].max_abs_diff:.0e} at batch 1, 2 and 5")
+    for note in notes:
+        progress.say(f"note: {note}")
+
+
+# ---------------------------------------------------------------- methods
+
+Search = Callable[[Space, DataSet, Recipe, Work], Chosen]
+
+
+def _nasi(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
+    settings = recipe.method
+    assert isinstance(settings, Nasi)
+    batch = partial(search_batch, data, settings, work.seed)
+    found = nasi_search(space, data.shape, len(data.classes), batch, settings, work)
+    alpha = {name: one.tolist() for name, one in found.alpha.items()}
+    return Chosen(found.kept, {"alpha": alpha, "traces": list(found.traces), "limits": list(found.limits)})
+
+
+SEARCHES: dict[str, Search] = {"nasi": _nasi}
+
+
+def search_batch(data: DataSet, settings: Nasi, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Images (B, C, H, W) and labels (B,) of a step, real or random; by (seed, step) alone."""
+    generator = torch.Generator().manual_seed(stage_seed(seed, f"batch {step}"))
+    size = min(settings.batch_size, len(data.train)) if settings.images == "real" else settings.batch_size
+    chosen = torch.randperm(len(data.train), generator=generator)[:size].tolist()
+    images, labels = data.train.__getitems__(chosen)
+    if settings.images == "gaussian":
+        images = torch.randn(size, *data.shape, generator=generator)
+    if settings.labels == "random" or len(labels) != len(images):
+        labels = torch.randint(len(data.classes), (len(images),), generator=generator)
+    return images, labels
+
+
+# ---------------------------------------------------------------- what the report reads
+
+
+def _choices(space: Space, chosen: Chosen) -> dict[str, Any]:
+    alpha = chosen.facts.get("alpha") or {}
+    return {
+        choice.name: {
+            "candidates": list(choice.candidates),
+            "alpha": alpha.get(choice.name),
+            "kept": list(chosen.kept[choice.name]),
+        }
+        for choice in space.choices
+    }
+
+
+def _graphs(space: Space, kept: Kept) -> dict[str, Any]:
+    """Kind of cell -> its nodes, and (source, target, operation) of what leads from its input to its output."""
+    return {kind: _graph(cell, kept) for kind, cell in space.cells.items()}
+
+
+def _graph(cell: Cell, kept: Kept) -> dict[str, Any]:
+    inputs = ["in"] if cell.inputs == 1 else [f"in {number}" for number in range(1, cell.inputs + 1)]
+    names = [*inputs, *(str(number) for number in range(1, len(cell.nodes))), "out"]
+    used = cell.used(kept)
+    edges = [
+        [source, node, operation_of(term, kept)]
+        for node, terms in enumerate(cell.nodes, start=cell.inputs)
+        for term in terms
+        if term.name in used
+        for source in read_by(term, kept)
+    ]
+    return {"nodes": names, "edges": edges}
+
+
+def _told(known: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in known.items() if "_test_200" in name)
+
+
+def _notes(recipe: Recipe, points: list[dict[str, Any]], classes: int) -> list[str]:
+    if recipe.train is None or recipe.train.epochs == 0:
+        return ["the network is not trained (no `train` section): its error says nothing of the cell"]
+    return guesses(points, classes)
