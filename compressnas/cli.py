@@ -249,7 +249,7 @@ def report(
 
 @app.command("list")
 def list_names() -> None:
-    """List recipes, models, data sets and methods, each with one line.
+    """List recipes, models, spaces, data sets and methods, each with one line.
 
     \b
     Example:
@@ -261,6 +261,7 @@ def list_names() -> None:
         "recipes": {name: _first_comment(path) for name, path in shipped_recipes().items()},
         "models (model.name)": MODELS,
         "other models (model.KEY)": {key: Model.model_fields[key].description or "" for key in NETWORKS[1:]},
+        "spaces (space.name)": _union_lines("space"),
         "data sets (data.name)": _union_lines("data"),
         "methods (method.kind)": _union_lines("method"),
     }

@@ -55,7 +55,7 @@ class Chart:
         return vl_convert.svg_to_png(self.svg, scale=2)
 
 
-def _render(name: str, title: str, text: str, chart: Layered) -> Chart:
+def render(name: str, title: str, text: str, chart: Layered) -> Chart:
     # Checking the spec against the schema takes longer than drawing it, and vl-convert refuses what it cannot draw.
     svg = vl_convert.vegalite_to_svg(chart.to_dict(validate=False) | {"config": CONFIG})
     return Chart(name, title, text, _same_ids(svg))
@@ -69,12 +69,12 @@ def _same_ids(svg: str) -> str:
     return svg
 
 
-def _data(rows: list[dict[str, Any]]) -> alt.Chart:
+def data(rows: list[dict[str, Any]]) -> alt.Chart:
     # As text: altair copies its data many times on the way through a layered chart.
     return alt.Chart(alt.InlineData(values=json.dumps(rows), format=alt.JsonDataFormat(type="json")))
 
 
-def _corners(x: alt.X, y: alt.Y) -> dict[str, Any]:
+def corners(x: alt.X, y: alt.Y) -> dict[str, Any]:
     """Rectangles from x, y to x2, y2."""
     return {"x": x, "y": y, "x2": alt.X2("x2"), "y2": alt.Y2("y2")}
 
@@ -82,18 +82,18 @@ def _corners(x: alt.X, y: alt.Y) -> dict[str, Any]:
 # ---------------------------------------------------------------- over epochs
 
 
-def _stages(history: Sequence[Epoch]) -> Layered:
+def _stages(history: Sequence[Epoch], names_of: Mapping[str, str] = STAGES) -> Layered:
     """Names above, every second stage shaded, so that the marks survive a print in grey."""
     spans, start = [], 0
     for stage, epochs in groupby(history, key=lambda epoch: epoch.stage):
         end = start + len(list(epochs))
-        name = STAGES.get(stage, stage)
+        name = names_of.get(stage, stage)
         spans.append({"from": start + 0.5, "to": end + 0.5, "middle": (start + end + 1) / 2, "stage": name})
         start = end
     x = alt.X("from:Q", scale=_epochs(history), title="epoch of the run", axis=alt.Axis(grid=False, tickMinStep=1))
-    shade = _data(spans[1::2]).mark_rect(color="#f1f3f6").encode(x=x, x2=alt.X2("to"))
-    borders = _data(spans[1:]).mark_rule(color=EDGE, strokeDash=[3, 3]).encode(x=alt.X("from:Q"))
-    names = _data(spans).mark_text(baseline="bottom", fontSize=11, color=INK).encode(
+    shade = data(spans[1::2]).mark_rect(color="#f1f3f6").encode(x=x, x2=alt.X2("to"))
+    borders = data(spans[1:]).mark_rule(color=EDGE, strokeDash=[3, 3]).encode(x=alt.X("from:Q"))
+    names = data(spans).mark_text(baseline="bottom", fontSize=11, color=INK).encode(
         x=alt.X("middle:Q"), y=alt.value(-4), text=alt.Text("stage:N"))  # fmt: skip
     return alt.layer(shade, borders, names)
 
@@ -102,7 +102,7 @@ def _epochs(history: Sequence[Epoch]) -> alt.Scale:
     return alt.Scale(domain=[0.5, len(history) + 0.5], nice=False, zero=False)
 
 
-def error_over_epochs(history: Sequence[Epoch]) -> list[Chart]:
+def error_over_epochs(history: Sequence[Epoch], names_of: Mapping[str, str] = STAGES) -> list[Chart]:
     """Validation and training error in %, all stages in a row. Empty where nothing was recorded."""
     rows: list[dict[str, Any]] = [
         {"epoch": i, "error": 100 * value, "which": which}
@@ -122,11 +122,11 @@ def error_over_epochs(history: Sequence[Epoch]) -> list[Chart]:
         axis=alt.Axis(values=[mark for mark in marks if mark <= max(top, 1)], format="~g"),
     )
     shown = [which for which in ("validation", "training") if any(row["which"] == which for row in rows)]
-    lines = _data(rows).mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=18)).encode(
+    lines = data(rows).mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=18)).encode(
         x=alt.X("epoch:Q", scale=_epochs(history)), y=y, **_looks("which", shown))  # fmt: skip
-    chart = alt.layer(_stages(history), lines).properties(width=WIDTH, height=210)
+    chart = alt.layer(_stages(history, names_of), lines).properties(width=WIDTH, height=210)
     text = "Error on the validation split, and on the training split where it was measured, after each epoch."
-    return [_render("error", "Error over epochs", text, chart)]
+    return [render("error", "Error over epochs", text, chart)]
 
 
 def groups_over_epochs(history: Sequence[Epoch], sizes: Mapping[str, int]) -> list[Chart]:
@@ -147,13 +147,13 @@ def groups_over_epochs(history: Sequence[Epoch], sizes: Mapping[str, int]) -> li
     if not rows:
         return []
     shown = list(dict.fromkeys(row["set"] for row in rows))
-    lines = _data(rows).mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=18)).encode(
+    lines = data(rows).mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=18)).encode(
         x=alt.X("epoch:Q", scale=_epochs(history)),
         y=alt.Y("share:Q", title="groups alive (%)", scale=alt.Scale(domain=[0, 100])),
         **_looks("set", shown))  # fmt: skip
     chart = alt.layer(_stages(history), lines).properties(width=WIDTH, height=210)
     text = "Share of the groups of each set that still have a nonzero weight after each epoch."
-    return [_render("groups", "Groups alive over epochs", text, chart)]
+    return [render("groups", "Groups alive over epochs", text, chart)]
 
 
 def _looks(field: str, names: Sequence[str]) -> dict[str, Any]:
@@ -183,18 +183,18 @@ def kept_per_layer(layers: Sequence[Layer]) -> list[Chart]:
     y = alt.Y("row:N", sort=None, title=None, axis=alt.Axis(labelLimit=0, ticks=False, domain=False, labelPadding=6))
     x = alt.Scale(domain=[0, 100])
     gone = (
-        _data(rows)
+        data(rows)
         .mark_bar(color=GONE, stroke=EDGE, strokeWidth=0.5, height=11)
         .encode(
             y=y, x=alt.X("whole:Q", scale=x, title="stays (%)", axis=alt.Axis(values=[0, 25, 50, 75, 100], grid=False))
         )
     )
-    kept = _data(rows).mark_bar(color=STAYS, height=11).encode(y=y, x=alt.X("stays:Q", scale=x))
-    label = _data(rows).mark_text(align="left", dx=6, fontSize=11, color=INK).encode(
+    kept = data(rows).mark_bar(color=STAYS, height=11).encode(y=y, x=alt.X("stays:Q", scale=x))
+    label = data(rows).mark_text(align="left", dx=6, fontSize=11, color=INK).encode(
         y=y, x=alt.datum(100, scale=x), text=alt.Text("label:N"))  # fmt: skip
     chart = alt.layer(gone, kept, label).properties(width=190, height=alt.Step(19))
     text = "Dark: stays. Light: gone. The counts are what stays of what the dense network has."
-    return [_render("layers", "What stayed, layer by layer", text, chart)]
+    return [render("layers", "What stayed, layer by layer", text, chart)]
 
 
 def _axes(layer: Layer) -> list[tuple[str, int, int]]:
@@ -241,14 +241,14 @@ def _kernel(layer: Layer) -> Chart:
     colour = alt.Color("share:Q", scale=ramp, legend=alt.Legend(
         title="filters that read it (%)", gradientLength=150, gradientThickness=10, values=[0, 50, 100]))  # fmt: skip
     chart = alt.layer(
-        _data(tiles).mark_rect(color="#f6f7f9", stroke=EDGE, strokeWidth=0.8).encode(**_corners(x, y)),
-        _data(cells).mark_rect(stroke="white", strokeWidth=0.5).encode(**_corners(x, y), color=colour),
-        _data(tiles)
+        data(tiles).mark_rect(color="#f6f7f9", stroke=EDGE, strokeWidth=0.8).encode(**corners(x, y)),
+        data(cells).mark_rect(stroke="white", strokeWidth=0.5).encode(**corners(x, y), color=colour),
+        data(tiles)
         .mark_text(baseline="bottom", dy=-1, fontSize=10, color=INK)
         .encode(x=alt.X("middle:Q"), y=alt.Y("y:Q"), text=alt.Text("name:N")),
     ).properties(width=round(wide * size), height=round(high * size))
     text = f"{layer.name}: {what}. A filled cell is a kernel position that is still read, an empty one is gone."
-    return _render(f"kernels-{_stem(layer.name)}", f"Kernel positions of {layer.name}", text, chart)
+    return render(f"kernels-{stem(layer.name)}", f"Kernel positions of {layer.name}", text, chart)
 
 
 def input_map(layers: Sequence[Layer]) -> list[Chart]:
@@ -265,12 +265,12 @@ def input_map(layers: Sequence[Layer]) -> list[Chart]:
     x = alt.X("x:Q", scale=domain, title="pixel column", axis=ticks)
     y = alt.Y("y:Q", scale=alt.Scale(domain=[0, side], nice=False, reverse=True), title="pixel row", axis=ticks)
     chart = alt.layer(
-        _data([{"x": 0, "x2": side, "y": 0, "y2": side}]).mark_rect(color=GONE, stroke=EDGE).encode(
-            **_corners(x, y)),
-        _data(rows).mark_rect(color=STAYS, stroke="white", strokeWidth=0.4).encode(**_corners(x, y)),
+        data([{"x": 0, "x2": side, "y": 0, "y2": side}]).mark_rect(color=GONE, stroke=EDGE).encode(
+            **corners(x, y)),
+        data(rows).mark_rect(color=STAYS, stroke="white", strokeWidth=0.4).encode(**corners(x, y)),
     ).properties(width=280, height=280)  # fmt: skip
     text = f"Dark: the {len(rows)} of {side * side} pixels that {first.name} reads. Light: pixels nobody reads."
-    return [_render("pixels", "Input pixels that are read", text, chart)]
+    return [render("pixels", "Input pixels that are read", text, chart)]
 
 
 # ---------------------------------------------------------------- gamma
@@ -313,7 +313,7 @@ def _histogram(name: str, group: Groups, low: int, high: int, cut: float | None)
     if cut is not None:
         text += f" The line is the threshold {cut:.3g}: what is at or below it goes."
     chart = _bars([row for row in rows if row["y2"] > row["y"]], low, high, side, cut)
-    return _render(f"gamma-{_stem(name)}", f"Gamma of {name}", text, chart)
+    return render(f"gamma-{stem(name)}", f"Gamma of {name}", text, chart)
 
 
 def _bin(value: float, low: int, high: int, cut: float | None) -> tuple[float, float]:
@@ -338,12 +338,12 @@ def _bars(rows: list[dict[str, Any]], low: int, high: int, side: float, cut: flo
     legend = alt.Legend(symbolType="square", symbolStrokeColor=EDGE, symbolStrokeWidth=0.6)
     looks = alt.Scale(domain=["stays", "gone"], range=[STAYS, GONE])
     colour = alt.Color("state:N", title=None, scale=looks, legend=legend)
-    bars = _data(rows).mark_rect(stroke=EDGE, strokeWidth=0.6).encode(**_corners(x, y), color=colour)
+    bars = data(rows).mark_rect(stroke=EDGE, strokeWidth=0.6).encode(**corners(x, y), color=colour)
     layers: list[alt.Chart] = [bars]
     if cut is not None:
         line = [{"x": math.log10(cut), "label": f"threshold {cut:.3g}"}]
-        layers.append(_data(line).mark_rule(color=THRESHOLD, strokeWidth=2, strokeDash=[5, 3]).encode(x=x))
-        layers.append(_data(line).mark_text(color=THRESHOLD, baseline="bottom", dy=-3, fontSize=11).encode(
+        layers.append(data(line).mark_rule(color=THRESHOLD, strokeWidth=2, strokeDash=[5, 3]).encode(x=x))
+        layers.append(data(line).mark_text(color=THRESHOLD, baseline="bottom", dy=-3, fontSize=11).encode(
             x=x, y=alt.value(0), text=alt.Text("label:N")))  # fmt: skip
     return alt.layer(*layers).properties(width=WIDTH, height=120)
 
@@ -357,6 +357,6 @@ def _ticks(top: int) -> list[int]:
     return ticks
 
 
-def _stem(name: str) -> str:
+def stem(name: str) -> str:
     """A set or layer name as part of a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-") or "layer"

@@ -17,6 +17,11 @@ ModelName = Literal["lenet5", "lenet300_100", "resnet20", "resnet56", "resnet18_
 GroupKind = Literal["filter", "row", "column", "shape", "coupled"]
 Criterion = Literal["magnitude", "magnitude_l1", "bn_scale", "fpgm", "taylor", "random"]
 Operation201 = Literal["none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3"]
+Operation1Shot1 = Literal["maxpool3x3", "conv1x1-bn-relu", "conv3x3-bn-relu"]
+OperationDarts = Literal[
+    "max_pool_3x3", "avg_pool_3x3", "skip_connect", "sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"
+]
+ProxyName = Literal["grad_norm", "snip", "grasp", "synflow", "naswot", "jacob_cov", "params", "flops", "trace"]
 AugmentName = Literal["shift", "nudge", "affine", "flip", "crop", "cutout"]
 
 
@@ -244,7 +249,28 @@ class NasBench201(Section):
     table: Text | None = Field(default=None, description="the benchmark's results, to look up what is found")
 
 
-SpaceSection = NasBench201  # a union once there are several
+class NasBench1Shot1(Section):
+    """The cells of NAS-Bench-1Shot1: S1, S2 or S3, which differ in how many nodes a node reads."""
+
+    name: Literal["nasbench1shot1"]
+    space: Literal["S1", "S2", "S3"] = "S1"
+    cells: int = Field(default=3, ge=1, description="in each of the three stacks")
+    width: int = Field(default=16, ge=1, description="channels of a node in the first stack")
+    exclude: Annotated[tuple[Operation1Shot1, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = ()
+
+
+class Darts(Section):
+    """Normal and reduction cells of DARTS, as NASI searches them: operations and inputs on their own."""
+
+    name: Literal["darts"]
+    cells: int = Field(default=8, ge=3, description="of the supernet")
+    width: int = Field(default=16, ge=1, description="channels of a node in the first cell of the supernet")
+    exclude: Annotated[tuple[OperationDarts, ...], BeforeValidator(_as_tuple), AfterValidator(_once)] = ()
+    affine: bool = Field(default=False, description="whether batch norms of the supernet have a scale and a bias")
+    derived_cells: int = Field(default=20, ge=3, description="of the network that is trained; 14 for ImageNet")
+    derived_width: int = Field(default=36, ge=1, description="its channels; 48 for ImageNet")
+    stem: Literal["cifar", "imagenet"] = "cifar"
+
 
 # ---------------------------------------------------------------- methods
 
@@ -410,12 +436,19 @@ class Given(Section):
     fresh: bool = False
 
 
-class Nasi(Section):
+class SearchData(Section):
+    """What a search looks at."""
+
+    batch_size: int = Field(default=64, ge=1)
+    images: Literal["real", "gaussian"] = "real"
+    labels: Literal["true", "random"] = "true"
+
+
+class Nasi(SearchData):
     """The cell with the best trace norm of the neural tangent kernel at initialisation (NASI); nothing is trained."""
 
     kind: Literal["nasi"]
     steps: int = Field(default=100, ge=1, description="T, architectures that are drawn")
-    batch_size: int = Field(default=64, ge=1)
     nu: Literal["adaptive", "fixed"] = Field(default="adaptive", description="how the constraint on the trace is set")
     nu_0: float | None = Field(
         default=1000.0, ge=0, description="where nu starts, or stays; null: the mean trace of `nu_samples` cells"
@@ -424,15 +457,21 @@ class Nasi(Section):
     mu: float = Field(default=2.0, ge=0, le=LARGEST, description="penalty on a trace above nu")
     tau: float = Field(default=1.0, gt=0, le=LARGEST, description="temperature of the Gumbel softmax")
     xi: float = Field(default=1.0, gt=0, le=LARGEST, description="length of the step from alpha = 0")
-    images: Literal["real", "gaussian"] = "real"
-    labels: Literal["true", "random"] = "true"
     parameterisation: Literal["standard", "ntk"] = Field(
         default="standard", description="weights as layers draw them, or N(0, 1) scaled by 1/sqrt(fan-in)"
     )
 
 
-Method = Annotated[Bayes | Baseline | Given | Nasi, Field(discriminator="kind")]
-SEARCHES = ("nasi",)  # methods that need a space where the others need a model
+class Proxy(SearchData):
+    """The best of random cells by a score of their networks at initialisation."""
+
+    kind: Literal["proxy"]
+    name: ProxyName
+    samples: int = Field(default=100, ge=1, description="different cells that are drawn")
+
+
+Method = Annotated[Bayes | Baseline | Given | Nasi | Proxy, Field(discriminator="kind")]
+SEARCHES = ("nasi", "proxy")  # methods that need a space where the others need a model
 
 
 class Export(Section):
@@ -448,7 +487,9 @@ class Recipe(Section):
     threads: int | None = Field(default=None, ge=1, le=1024)
     data: Data
     model: Model | None = Field(default=None, description="the network that is pruned; or else a space")
-    space: SpaceSection | None = Field(default=None, description="the cells that are searched; or else a model")
+    space: NasBench201 | NasBench1Shot1 | Darts | None = Field(
+        default=None, discriminator="name", description="the cells that are searched; or else a model"
+    )
     train: Train | None = None
     method: Method
     finetune: Finetune = Finetune()

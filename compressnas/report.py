@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
-from compressnas import plots
+from compressnas import cell_plots, plots, readable, search_plots, search_words
 from compressnas.errors import InputError
 from compressnas.files import write_whole
-from compressnas.runfolder import Check, Layer, Point, Proof, Result, Rule, RunFolder, read_run_folder
+from compressnas.runfolder import Check, Layer, Point, Proof, Result, Rule, RunFolder, Search, read_run_folder
 
 Words = dict[str, Any]
 
@@ -63,81 +63,30 @@ def _charts(run: RunFolder) -> dict[str, list[plots.Chart]]:
     return {
         "stayed": plots.kept_per_layer(layers) + plots.input_map(layers) + plots.kernels(layers),
         "gamma": plots.gammas(groups, run.result.rule),
-        "epochs": plots.error_over_epochs(run.history) + plots.groups_over_epochs(run.history, sizes),
+        "searched": _search_charts(run.result.search) if run.result.search else [],
+        "epochs": plots.error_over_epochs(run.history, search_words.STAGES if run.result.search else plots.STAGES)
+        + plots.groups_over_epochs(run.history, sizes),
     }
 
 
-# ---------------------------------------------------------------- numbers for humans
+def _search_charts(search: Search) -> list[plots.Chart]:
+    cells = cell_plots.cells(search)
+    return cells + search_plots.traces(search) + search_plots.alphas(search) + search_plots.scores(search)
 
 
-def _count(value: float) -> str:
-    """Three digits: 2.29 M, 151 K, 64."""
-    return _scaled(value, ((1e9, " G"), (1e6, " M"), (1e3, " K"), (1, "")))
-
-
-def _bytes(value: float) -> str:
-    return _scaled(value, ((1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1, " bytes")))
-
-
-def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    # 999,600 reads 1.00 M, not 1000 K: the unit is chosen for the rounded number.
-    scale, unit = next((u for u in units if abs(value) >= 0.9995 * u[0]), units[-1])
-    return _digits(value / scale, whole=scale == 1) + unit
-
-
-def _digits(value: float, whole: bool = False) -> str:
-    """Three significant digits without an exponent; counts below 1,000 have no decimals."""
-    if whole and value == round(value):
-        return f"{value:.0f}"
-    size = abs(value)
-    decimals = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3
-    return f"{value:.{decimals}f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{_digits(value)} ms"
-
-
-def _power(value: float | None) -> str:
-    """3e-14; an exact 0 is said as such."""
-    return "?" if value is None else "0" if value == 0 else _scientific(value, 0)
-
-
-def _scientific(value: float, decimals: int = 1) -> str:
-    """2.1e-6, without Python's zero in the exponent."""
-    return re.sub(r"e([+-])0", r"e\1", f"{value:.{decimals}e}")
-
-
-def _times(before: float | None, after: float | None, less: str, more: str) -> str:
-    """`15.2x fewer`, or nothing where a side is missing or zero."""
-    if not before or not after or before < 0 or after < 0:
-        return ""
-    ratio = before / after
-    if f"{ratio:.2f}" == "1.00":
-        return "the same"
-    return f"{_digits(ratio)}x {less}" if ratio > 1 else f"{_digits(1 / ratio)}x {more}"
-
-
-def _points(before: float | None, after: float | None, *_: str) -> str:
-    """Difference of two fractions in percentage points; no minus sign on a zero."""
-    return "" if before is None or after is None else f"{round(100 * (after - before), 2) + 0.0:+.2f} points"
-
+# ---------------------------------------------------------------- rows of the table
 
 # key, what it is called, how it is written, how dense and slim are compared, words for less and more
 ROWS: tuple[tuple[str, str, Callable[[float], str], Callable[..., str], str, str], ...] = (
-    ("error", "Test error", _percent, _points, "", ""),
-    ("validation_error", "Validation error", _percent, _points, "", ""),
-    ("flops", "FLOPs, realised", _count, _times, "fewer", "more"),
-    ("flops_theoretical", "FLOPs, theoretical", _count, _times, "fewer", "more"),
-    ("flops_bias_convention", "FLOPs, bias-counting convention", _count, _times, "fewer", "more"),
-    ("params", "Parameters", _count, _times, "fewer", "more"),
-    ("bytes", "ONNX file", _bytes, _times, "smaller", "larger"),
-    ("latency_p50_ms", "Latency p50", _milliseconds, _times, "faster", "slower"),
-    ("latency_p90_ms", "Latency p90", _milliseconds, _times, "faster", "slower"),
+    ("error", "Test error", readable.percent, readable.in_points, "", ""),
+    ("validation_error", "Validation error", readable.percent, readable.in_points, "", ""),
+    ("flops", "FLOPs, realised", readable.count, readable.times, "fewer", "more"),
+    ("flops_theoretical", "FLOPs, theoretical", readable.count, readable.times, "fewer", "more"),
+    ("flops_bias_convention", "FLOPs, bias-counting convention", readable.count, readable.times, "fewer", "more"),
+    ("params", "Parameters", readable.count, readable.times, "fewer", "more"),
+    ("bytes", "ONNX file", readable.in_bytes, readable.times, "smaller", "larger"),
+    ("latency_p50_ms", "Latency p50", readable.milliseconds, readable.times, "faster", "slower"),
+    ("latency_p90_ms", "Latency p90", readable.milliseconds, readable.times, "faster", "slower"),
 )
 NOTHING = Point(point="")
 
@@ -152,12 +101,14 @@ def _words(run: RunFolder) -> Words:
     measured = {key for key, *_ in ROWS if any(getattr(p, key) is not None for p in run.points.values())}
     return {
         "title": facts.recipe or "run",
-        "headline": _headline(run.points, result),
+        "headline": _headline(run.points) + _evidence(result),
         "structure": " -> ".join(s for s in (dense.structure, slim.structure) if s),
         "columns": [name for name in ("dense", "slim") if name in run.points],
         "others": [name for name in run.points if name not in ("dense", "slim")],
+        "heads": {name: name for name in run.points},
         "rows": [_row(run.points, *row) for row in ROWS if row[0] in measured],
         "uncounted": _uncounted(run.points),
+        "search": None,
         "proof": _proof(result.proof),
         "left_alone": (result.proof and result.proof.left_alone) or [],
         "theoretical": _theoretical(result.proof),
@@ -171,6 +122,25 @@ def _words(run: RunFolder) -> Words:
         "command": facts.command,
         "versions": sorted((facts.versions or {}).items()),
         "recipe": run.recipe.rstrip() + "\n",
+    } | (_words_of_search(run, result.search, slim, measured) if result.search else {})
+
+
+def _words_of_search(run: RunFolder, search: Search, slim: Point, measured: set[str]) -> Words:
+    """What a search says in place of, and beside, the words of a pruning."""
+    heads = {name: "derived network" if name == "slim" else name for name in run.points}
+    uncounted = _uncounted({heads[name]: point for name, point in run.points.items()})
+    return {
+        "headline": search_words.headline(run, search, slim) + _evidence(run.result),
+        "structure": "",
+        "heads": heads,
+        "uncounted": [],
+        "proof": search_words.proof(run.result.proof, run.result.proof is not None and _proved(run.result.proof)),
+        "search": {
+            "cell": search.cell or "",
+            "story": search_words.story(search),
+            "table": search_words.table(search),
+            "footnotes": search_words.footnotes(search, len(run.points), measured, uncounted),
+        },
     }
 
 
@@ -181,7 +151,7 @@ def _row(points: Mapping[str, Point], key: str, label: str, write: Callable[[flo
     return {"key": key, "label": label, "cells": cells, "ratio": compare(before, after, less, more)}
 
 
-def _headline(points: Mapping[str, Point], result: Result) -> list[str]:
+def _headline(points: Mapping[str, Point]) -> list[str]:
     """The clauses of the one sentence on top; what was not measured is not said."""
     patterns = {"flops": "{} FLOPs", "error": "test error {}", "bytes": "ONNX file {}",
                 "latency_p50_ms": "latency p50 {}"}  # fmt: skip
@@ -192,12 +162,18 @@ def _headline(points: Mapping[str, Point], result: Result) -> list[str]:
         ratio = rows[key]["ratio"]
         if cells:
             clauses.append(words.format(" -> ".join(cells)) + (f" ({ratio})" if ratio else ""))
-    proof, check = result.proof, result.check
+    return clauses
+
+
+def _evidence(result: Result) -> list[str]:
+    """The clauses that end the sentence on top: that the network, and then its file, compute the same."""
+    proof, check, clauses = result.proof, result.check, []
     if proof is not None and proof.max_relative_difference is not None:
-        sign = "=" if _proved(proof) else "differs from"
-        clauses.append(f"proof: masked {sign} removed {'to' if _proved(proof) else 'by'} {_power(_apart(proof))}")
+        masked, removed = ("masked supernet", "derived network") if result.search else ("masked", "removed")
+        sign, to = ("=", "to") if _proved(proof) else ("differs from", "by")
+        clauses.append(f"proof: {masked} {sign} {removed} {to} {readable.power(_apart(proof))}")
     if check is not None and check.max_abs_diff is not None:
-        clauses.append(f"ONNX = torch to {_power(_relative(check))}")
+        clauses.append(f"ONNX = torch to {readable.power(_relative(check))}")
     return clauses
 
 
@@ -223,10 +199,12 @@ def _proof(proof: Proof | None) -> str:
         return "This run carries no proof of the removal."
     images = f"on {proof.images} real images " if proof.images else ""
     text = f"The masked network and the removed network were compared {images}in float64. "
-    difference, allowed = _scientific(proof.max_relative_difference), f"{_power(proof.tolerance)} is allowed"
+    difference = readable.scientific(proof.max_relative_difference)
+    allowed = f"{readable.power(proof.tolerance)} is allowed"
     if proof.change is not None and proof.approximate:
-        text += f"They differ by {_scientific(proof.change)} of the largest output: the removal is approximate, as "
-        text += f"norms average over {', '.join(proof.approximate)}. With the masked network's norms over what is left "
+        text += f"They differ by {readable.scientific(proof.change)} of the largest output: the removal is "
+        text += f"approximate, as norms average over {', '.join(proof.approximate)}. "
+        text += "With the masked network's norms over what is left "
         return text + f"the largest difference is {difference} ({allowed})."
     if not _proved(proof):
         return text + f"They differ by {difference} of the largest output ({allowed}): the removal is approximate."
@@ -251,10 +229,10 @@ def _check(check: Check | None) -> str:
     batches = [str(size) for size in sorted(check.by_batch or {}, key=lambda size: (len(size), size))]
     text = "ONNX Runtime and torch were compared on real images"
     text += f" at batch {', '.join(batches)}" if batches else ""
-    text += f". The largest difference is {_scientific(check.max_abs_diff)}"
-    text += f" ({_scientific(check.tolerance)} is allowed)" if check.tolerance is not None else ""
+    text += f". The largest difference is {readable.scientific(check.max_abs_diff)}"
+    text += f" ({readable.scientific(check.tolerance)} is allowed)" if check.tolerance is not None else ""
     if check.max_abs_output:
-        text += f", which is {_scientific(check.max_abs_diff / check.max_abs_output)} of the largest output"
+        text += f", which is {readable.scientific(check.max_abs_diff / check.max_abs_output)} of the largest output"
     return text + "." + (f" ONNX opset {check.opset}." if check.opset else "")
 
 
@@ -303,7 +281,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"words": _html_words, "md": _markdown_words, "fence": _fence, "uri": _data_uri}
+    environment.filters |= {"words": _html_words, "breaks": _html_breaks, "uri": _data_uri}
+    environment.filters |= {"md": _markdown_words, "code": _markdown_code, "fence": _fence}
     return environment
 
 
@@ -313,9 +292,21 @@ def _html_words(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", safe))
 
 
+def _html_breaks(text: str) -> Markup:
+    """Escaped text whose line may break after a plus sign."""
+    return Markup("+<wbr>").join(text.split("+"))
+
+
 def _markdown_words(text: object) -> str:
     """Text that cannot end a table cell, a line, or begin a tag."""
     return re.sub(r"([|<])", r"\\\1", " ".join(str(text).split()))
+
+
+def _markdown_code(text: str) -> str:
+    """A code span on one line of Markdown, whatever is in it."""
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if len(ticks) > 1 else ""
+    return f"{ticks}{space}{' '.join(text.split())}{space}{ticks}"
 
 
 def _fence(text: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from compressnas.errors import InputError
 from compressnas.slim import SlimArch
@@ -27,7 +27,8 @@ def _regular(positions: "list[list[list[Number]]]") -> "list[list[list[Number]]]
 
 
 Number = Annotated[float | None, BeforeValidator(_finite)]
-Shape = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
+Index = Annotated[int, Field(ge=0)]
+Shape = Annotated[list[Index], Field(min_length=2)]
 Positions = Annotated[list[list[list[Number]]], AfterValidator(_regular)]
 
 
@@ -124,6 +125,60 @@ class Check(Part):
     by_batch: dict[str, Number] | None = None
 
 
+class Options(Part):
+    """One choice of a search. `alpha` is Delta, a value for each candidate; `kept` are indices of candidates."""
+
+    candidates: list[str] | None = None
+    alpha: list[Number] | None = None
+    kept: list[Index] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Options":
+        names = self.candidates or []
+        if self.alpha is not None and len(self.alpha) != len(names):
+            raise ValueError(f"alpha has {len(self.alpha)} values for {len(names)} candidates")
+        outside = [index for index in self.kept or [] if index >= len(names)]
+        if outside:
+            raise ValueError(f"kept names candidate {outside[0]}, expected at most {len(names) - 1}")
+        return self
+
+
+class Graph(Part):
+    """A cell: names of its nodes in order, and (source, target, operation) of each edge that carries something."""
+
+    nodes: list[str] | None = None
+    edges: list[tuple[Index, Index, str]] | None = None
+
+    @model_validator(mode="after")
+    def _leads_forward(self) -> "Graph":
+        nodes = len(self.nodes or [])
+        for source, target, _ in self.edges or []:
+            if not source < target < nodes:
+                raise ValueError(f"edge {source} -> {target}, expected one that leads forward among {nodes} nodes")
+        return self
+
+
+class Search(Part):
+    """A cell that was found, and how. `traces` and `limits` are T and nu of each step, `table` a benchmark's row."""
+
+    space: str | None = None
+    method: str | None = None
+    cell: str | None = None
+    choices: dict[str, Options] | None = None
+    traces: list[Number] | None = None
+    limits: list[Number] | None = None
+    scores: list[Number] | None = None
+    score_name: str | None = None
+    graphs: dict[str, Graph] | None = None
+    table: dict[str, Number] | None = None
+
+    @model_validator(mode="after")
+    def _same_steps(self) -> "Search":
+        if self.traces is not None and self.limits is not None and len(self.traces) != len(self.limits):
+            raise ValueError(f"limits has {len(self.limits)} steps, traces has {len(self.traces)}")
+        return self
+
+
 class Result(Part):
     layers: list[Layer] | None = None
     groups: dict[str, Groups] | None = None
@@ -131,6 +186,7 @@ class Result(Part):
     proof: Proof | None = None
     check: Check | None = None
     notes: list[str] | None = None
+    search: Search | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The main path of a search: space, search, the derived network, training, measuring, export, report."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -8,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressnas.data import DataSet
+from compressnas.errors import RunFailed
 from compressnas.files import write_whole
+from compressnas.nasi.proxies import PROXIES, best_of
 from compressnas.nasi.search import nasi_search
 from compressnas.outcome import check_facts, export_networks, guesses, some_images, write_lines, write_points
-from compressnas.recipe import Nasi, Recipe
+from compressnas.proof import relative_difference
+from compressnas.recipe import Nasi, Proxy, Recipe, SearchData
 from compressnas.report import write_report
 from compressnas.spaces import SPACES
-from compressnas.spaces.cell import Cell, Kept, Space, operation_of, read_by
+from compressnas.spaces.cell import Cell, Kept, Space, operation_of, read_by, take_weights
 from compressnas.spaces.nasbench201 import looked_up, read_table
 from compressnas.train import Work, fit, stage_seed
 from compressnas.weights import save_weights
 
+TOLERANCE = 1e-10  # relative difference in float64 of the masked supernet and the derived network
 Table = Mapping[str, Mapping[str, float]]
 
 
@@ -61,6 +66,8 @@ def carry_out_search(recipe: Recipe, data: DataSet, prepared: Prepared, work: Wo
     known = None if prepared.table is None else looked_up(prepared.table, text)
     progress.say(f"found: {text}" + (f" ({_told(known)})" if known else ""))
 
+    images = some_images(data)
+    proof = _proved(space, chosen.kept, data, images, recipe.seed)
     torch.manual_seed(recipe.seed)
     derived = space.network(chosen.kept, data.shape, len(data.classes))
     if recipe.train is not None:
@@ -68,19 +75,52 @@ def carry_out_search(recipe: Recipe, data: DataSet, prepared: Prepared, work: Wo
     save_weights(derived, out / "weights.safetensors")
     write_lines(out / "history.jsonl", [record for stage in work.history.values() for record in stage])
 
-    images, networks = some_images(data), {"slim": derived.cpu()}
-    checks = export_networks(recipe, out, data, networks, images, "not pruned")
+    networks = {"slim": derived.cpu()}
+    checks = export_networks(recipe, out, data, networks, images, proof["verdict"])
     points = write_points(out, data, networks, checks)
     notes = _notes(recipe, points, len(data.classes))
     facts = {"space": space.name, "method": recipe.method.kind, "cell": text, "table": known and dict(known)}
     facts |= {k: v for k, v in chosen.facts.items() if k != "alpha"}
     facts |= {"choices": _choices(space, chosen), "graphs": _graphs(space, chosen.kept)}
-    result = {"search": facts, "check": check_facts(checks["slim"]), "notes": notes}
+    result = {"search": facts, "proof": proof, "check": check_facts(checks["slim"]), "notes": notes}
     write_whole(out / "result.json", json.dumps(result, indent=1, sort_keys=True))
     write_report(out)
     progress.say(f"verified: ONNX Runtime = torch to {checks['slim'].max_abs_diff:.0e} at batch 1, 2 and 5")
     for note in notes:
         progress.say(f"note: {note}")
+
+
+class _Masked(nn.Module):
+    """A supernet on which a decision is laid."""
+
+    def __init__(self, supernet: nn.Module, kept: Kept) -> None:
+        super().__init__()
+        self.supernet, self.kept = supernet, dict(kept)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.supernet(images, way=self.kept)
+        return logits
+
+
+def _proved(space: Space, kept: Kept, data: DataSet, images: Tensor, seed: int) -> dict[str, Any]:
+    """That the cell on its own computes what the supernet does with all other candidates masked.
+
+    Raises:
+        RunFailed: it does not.
+    """
+    torch.manual_seed(seed)
+    supernet = space.supernet(None, data.shape, len(data.classes))
+    derived = space.supernet(kept, data.shape, len(data.classes))
+    take_weights(derived, supernet)
+    difference = relative_difference(_Masked(supernet, kept), derived, images)
+    if not difference <= TOLERANCE:
+        raise RunFailed(f"the derived network differs from the masked supernet by {difference:.1e} (relative)")
+    return {
+        "verdict": "equal",
+        "max_relative_difference": difference,
+        "tolerance": TOLERANCE,
+        "images": len(images),
+    }
 
 
 # ---------------------------------------------------------------- methods
@@ -97,10 +137,29 @@ def _nasi(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
     return Chosen(found.kept, {"alpha": alpha, "traces": list(found.traces), "limits": list(found.limits)})
 
 
-SEARCHES: dict[str, Search] = {"nasi": _nasi}
+def _proxy(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
+    settings = recipe.method
+    assert isinstance(settings, Proxy)
+    images, labels = (one.to(work.device) for one in search_batch(data, settings, work.seed, 0))
+
+    def build(kept: Kept) -> nn.Module:
+        torch.manual_seed(stage_seed(work.seed, "proxy"))
+        return space.supernet(kept, data.shape, len(data.classes)).to(work.device)
+
+    def score(network: nn.Module) -> float:
+        return PROXIES[settings.name](network, images, labels)
+
+    generator = torch.Generator().manual_seed(stage_seed(work.seed, "cells"))
+    with work.progress.stage(f"search by {settings.name}", settings.samples) as step:
+        ranking = best_of(space, score, settings.samples, generator, build, step)
+    scores = [one if math.isfinite(one) else None for one in ranking.scores]
+    return Chosen(ranking.best, {"scores": scores, "score_name": settings.name})
 
 
-def search_batch(data: DataSet, settings: Nasi, seed: int, step: int) -> tuple[Tensor, Tensor]:
+SEARCHES: dict[str, Search] = {"nasi": _nasi, "proxy": _proxy}
+
+
+def search_batch(data: DataSet, settings: SearchData, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Images (B, C, H, W) and labels (B,) of a step, real or random; by (seed, step) alone."""
     generator = torch.Generator().manual_seed(stage_seed(seed, f"batch {step}"))
     size = min(settings.batch_size, len(data.train)) if settings.images == "real" else settings.batch_size
@@ -121,10 +180,10 @@ def _choices(space: Space, chosen: Chosen) -> dict[str, Any]:
     return {
         choice.name: {
             "candidates": list(choice.candidates),
-            "alpha": alpha.get(choice.name),
+            "alpha": alpha.get(choice.logits),
             "kept": list(chosen.kept[choice.name]),
         }
-        for choice in space.choices
+        for choice in space.decisions
     }
 
 

@@ -1,14 +1,18 @@
 """The slow, obvious twin of every formula: loops, float64, exact fractions; nothing is shared with the package."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compressnas.groups import GroupSet, Member
+from compressnas.spaces.cell import Choice
 
 # ---------------------------------------------------------------- bayes/variance.py, one number at a time
 
@@ -300,3 +304,155 @@ def distillation_loss(
         soft = sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
         total += (1 - weight) * hard + weight * temperature**2 * soft
     return total / len(labels)
+
+
+def nasi_delta(
+    traces: Sequence[float], gradients: Mapping[str, Tensor], limits: Sequence[float], mu: float, xi: float
+) -> dict[str, Tensor]:
+    """Equation 17 of NASI step by step, with G_t of R = T - mu max(0, T - nu)."""
+    total = {name: torch.zeros_like(one[0]) for name, one in gradients.items()}
+    largest = 0.0
+    for step, (trace, nu) in enumerate(zip(traces, limits, strict=True)):
+        slope = 1 - mu if trace > nu else 1
+        steepness = {name: slope * one[step] for name, one in gradients.items()}
+        largest = max(largest, math.sqrt(sum(float(x) ** 2 for one in steepness.values() for x in one)))
+        for name, one in steepness.items():
+            total[name] = total[name] + (one / largest if largest > 0 else 0)
+    return {name: xi / len(traces) * one for name, one in total.items()}
+
+
+# ---------------------------------------------------------------- nasi/ntk.py and nasi/gradient.py, backward passes
+
+
+def _squared_gradients(value: Tensor, network: nn.Module, scales: Mapping[str, float]) -> float:
+    """|| d value / d theta ||^2, each parameter with its factor."""
+    network.zero_grad()
+    value.backward(retain_graph=True)
+    found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return sum(scales.get(name, 1.0) * float((one**2).sum()) for name, one in found.items())
+
+
+def dense_trace(network: nn.Module, images: Tensor, scales: Mapping[str, float]) -> float:
+    """|| J ||_F^2, J the Jacobian of all outputs of the batch: one output after the other."""
+    network = copy.deepcopy(network)
+    return sum(_squared_gradients(output, network, scales) for output in network(images).flatten())
+
+
+def summed_sample_gradients(network: nn.Module, images: Tensor, labels: Tensor, scales: Mapping[str, float]) -> float:
+    """sum_x || grad L_x ||^2, one sample after the other."""
+    network, total = copy.deepcopy(network), 0.0
+    for image, label in zip(images, labels, strict=True):
+        total += _squared_gradients(-network(image[None])[0].log_softmax(0)[label], network, scales)
+    return total
+
+
+def squared_batch_gradient(network: nn.Module, images: Tensor, labels: Tensor, scales: Mapping[str, float]) -> float:
+    """|| grad (1/B) sum_x L_x ||^2."""
+    network = copy.deepcopy(network)
+    logits = network(images)
+    losses = [-row.log_softmax(0)[label] for row, label in zip(logits, labels, strict=True)]
+    return _squared_gradients(torch.stack(losses).mean(), network, scales)
+
+
+def trace_gradient_by_double_backward(
+    network: nn.Module, images: Tensor, labels: Tensor, hot: Mapping[str, Tensor], scales: Mapping[str, float]
+) -> tuple[float, dict[str, Tensor]]:
+    """T and dT/dw: all candidates are computed and mixed, and T is differentiated through all of it."""
+    network = copy.deepcopy(network)
+    weights = {name: one.clone().requires_grad_() for name, one in hot.items()}
+
+    def mixture(choice: Choice, candidates: Sequence[Callable[[], Tensor]]) -> Tensor:
+        return sum(weights[choice.name][k] * candidate() for k, candidate in enumerate(candidates))  # type: ignore
+
+    named = dict(network.named_parameters())
+    loss = F.cross_entropy(network(images, way=mixture), labels)
+    slopes = torch.autograd.grad(loss, list(named.values()), create_graph=True, allow_unused=True)
+    pairs = [(name, slope) for name, slope in zip(named, slopes, strict=True) if slope is not None]
+    trace = sum((scales.get(name, 1.0) * (slope**2).sum() for name, slope in pairs), torch.zeros(()))
+    found = torch.autograd.grad(trace, list(weights.values()), materialize_grads=True)
+    return float(trace), dict(zip(weights, found, strict=True))
+
+
+# ---------------------------------------------------------------- nasi/proxies.py
+
+
+def _layers(network: nn.Module) -> list[nn.Conv2d | nn.Linear]:
+    return [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+
+
+def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Layer after layer."""
+    network = copy.deepcopy(network)
+    F.cross_entropy(network(images), labels).backward()
+    return sum(
+        norm(layer.weight.grad.flatten().tolist()) for layer in _layers(network) if layer.weight.grad is not None
+    )
+
+
+def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """|dL/dc| at masks c = 1 of all weights."""
+    network = copy.deepcopy(network)
+    names = [f"{name}.weight" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    values = {name: p.detach() for name, p in network.named_parameters()}
+    masks = {name: torch.ones_like(values[name], requires_grad=True) for name in names}
+    masked = {name: masks[name] * value if name in masks else value for name, value in values.items()}
+    F.cross_entropy(torch.func.functional_call(network, masked, (images,)), labels).backward()
+    return sum(float(mask.grad.abs().sum()) for mask in masks.values() if mask.grad is not None)
+
+
+def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """-w' H g with the whole Hessian."""
+    network = copy.deepcopy(network)
+    sizes = {f"{n}.weight": m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in sizes.values()])
+        values = {name: part.view(shape) for (name, shape), part in zip(sizes.items(), parts, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(network, values, (images,)), labels)
+
+    flat = torch.cat([layer.weight.detach().flatten() for layer in _layers(network)])
+    hessian = torch.autograd.functional.hessian(loss, flat)
+    return -float(flat @ hessian @ torch.autograd.functional.jacobian(loss, flat))
+
+
+def synflow(without_norms: nn.Module, images: Tensor) -> float:
+    """R is linear in every single weight, so that w dR/dw is what R loses without it."""
+    network, total = copy.deepcopy(without_norms), 0.0
+    ones = torch.ones_like(images[:1])
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.abs())
+        whole = float(network(ones).sum())
+        for layer in _layers(network):
+            for place in itertools.product(*(range(n) for n in layer.weight.shape)):
+                value = float(layer.weight[place])
+                layer.weight[place] = 0
+                total += whole - float(network(ones).sum())
+                layer.weight[place] = value
+    return total
+
+
+def naswot(network: nn.Sequential, images: Tensor) -> float:
+    """Bit after bit, and the determinant by its definition, in whole numbers."""
+    codes: list[list[bool]] = [[] for _ in images]
+    values = images
+    for layer in copy.deepcopy(network):
+        values = layer(values)
+        if isinstance(layer, nn.ReLU):
+            for code, value in zip(codes, values, strict=True):
+                code.extend(bool(x > 0) for x in value.flatten())
+    kernel = [[sum(a == b for a, b in zip(one, other, strict=True)) for other in codes] for one in codes]
+    determinant = 0
+    for order in itertools.permutations(range(len(images))):
+        swaps = sum(a > b for a, b in itertools.combinations(order, 2))
+        determinant += (-1) ** swaps * math.prod(kernel[i][j] for i, j in enumerate(order))
+    return math.log(determinant) if determinant > 0 else -math.inf
+
+
+def jacob_cov(network: nn.Module, images: Tensor) -> float:
+    """By numpy, as the paper's code has it."""
+    images = images.clone().requires_grad_()
+    copy.deepcopy(network)(images).sum().backward()
+    assert images.grad is not None
+    values = np.linalg.eigvalsh(np.corrcoef(images.grad.flatten(1).numpy()))
+    return -float(sum(math.log(v + 1e-5) + 1 / (v + 1e-5) for v in values))

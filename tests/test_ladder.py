@@ -22,11 +22,15 @@ from compressnas.recipe import (
     Baseline,
     Bayes,
     Curvature,
+    Darts,
     GroupKind,
     Model,
     ModelName,
-    NasBench201,
+    NasBench1Shot1,
+    Operation1Shot1,
     Operation201,
+    OperationDarts,
+    ProxyName,
     Recipe,
 )
 
@@ -41,13 +45,17 @@ FLOORS = """
     tracing
     slim recipe export measure spaces.operations coupling bayes.prior partial_norms
     spaces.cell
-    runfolder latency predict budget store folding run_order
+    spaces.cell_module
+    runfolder readable latency predict budget store folding run_order
     proof
-    spaces.nasbench201
+    spaces.genotype
+    spaces.nasbench201 spaces.nasbench1shot1 spaces.darts
     spaces nasi nasi.gumbel nasi.ntk
-    nasi.gradient
+    nasi.gradient nasi.proxies
 
     surgery data plots
+    cell_plots search_plots
+    search_words
     train report baselines api carry gauge reconstruct
     choice
     decide reachable
@@ -73,7 +81,7 @@ HOUSES = {  # library -> the only files that know it
     "onnx": {"export", "latency"},
     "onnxruntime": {"export", "latency"},
     "accelerate": {"train"},
-    "altair": {"report", "plots"},
+    "altair": {"report", "plots", "search_plots"},
     "vl_convert": {"report", "plots"},
     "jinja2": {"report", "plots"},
     "torchvision": {"data", "models.zoo"},
@@ -87,7 +95,22 @@ HOUSES = {  # library -> the only files that know it
     "PIL": {"data", "predict"},
     "filelock": {"run"},
 }
-WITHOUT_TORCH = ("recipe", "slim", "errors", "files", "faults", "yaml_text", "runfolder", "cli", "report", "plots")
+WITHOUT_TORCH = (
+    "recipe",
+    "slim",
+    "errors",
+    "files",
+    "faults",
+    "yaml_text",
+    "runfolder",
+    "cli",
+    "report",
+    "plots",
+    "cell_plots",
+    "search_plots",
+    "search_words",
+    "readable",
+)
 TENSORS_ONLY = (
     "groups",
     "layers",
@@ -224,10 +247,24 @@ def test_method_names() -> None:
 
 def test_space_names() -> None:
     from compressnas.spaces import SPACES
-    from compressnas.spaces.nasbench201 import NAMES
+    from compressnas.spaces.darts import NAMES as OF_DARTS
+    from compressnas.spaces.darts import STEMS
+    from compressnas.spaces.nasbench1shot1 import NAMES as OF_1SHOT1
+    from compressnas.spaces.nasbench1shot1 import PARENTS
+    from compressnas.spaces.nasbench201 import NAMES as OF_201
 
-    assert literals(NasBench201.model_fields["name"].annotation) == set(SPACES)
-    assert literals(Operation201) == set(NAMES)
+    assert tags("space") == set(SPACES)
+    assert literals(Operation201) == set(OF_201)
+    assert literals(OperationDarts) == set(OF_DARTS)
+    assert literals(Operation1Shot1) == set(OF_1SHOT1)
+    assert literals(NasBench1Shot1.model_fields["space"].annotation) == set(PARENTS)
+    assert literals(Darts.model_fields["stem"].annotation) == set(STEMS)
+
+
+def test_proxy_names() -> None:
+    from compressnas.nasi.proxies import PROXIES
+
+    assert literals(ProxyName) == set(PROXIES)
 
 
 def test_data_names() -> None:

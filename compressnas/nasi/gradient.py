@@ -10,10 +10,9 @@ drawn path is differentiated backwards, once for v, and once, with derivatives i
 """
 
 import warnings
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -27,28 +26,55 @@ from compressnas.spaces.cell import Choice
 Candidates = Sequence[Callable[[], Tensor]]
 
 
-@dataclass
-class _DrawnPath:
-    """A way through a supernet along the candidates that are drawn.
+Values = dict[int, Tensor]  # candidate -> what it gives, of those that are drawn
 
-    Attributes:
-        calls: each mixture that was met: its choice, what it gave, the candidates, the values of those drawn.
-    """
+
+@dataclass(frozen=True)
+class _DrawnPath:
+    """A way through a supernet along the candidates that are drawn."""
 
     hot: Mapping[str, Tensor]
-    calls: list[tuple[Choice, Tensor, Candidates, dict[int, Tensor]]] = field(default_factory=list)
-    remembers: bool = False
 
     def __call__(self, choice: Choice, candidates: Candidates) -> Tensor:
-        values = {int(k): candidates[int(k)]() for k in self.hot[choice.name].nonzero()[:, 0]}
+        return self.mixed(self.values(choice, candidates))
+
+    def values(self, choice: Choice, candidates: Candidates) -> Values:
+        return {k: candidates[k]() for k in self.hot[choice.name].nonzero()[:, 0].tolist()}
+
+    @staticmethod
+    def mixed(values: Values) -> Tensor:
         first, *others = values.values()
-        mixed = first
         for other in others:
-            mixed = mixed + other
-        if self.remembers:
-            mixed = mixed + torch.zeros((), dtype=mixed.dtype, device=mixed.device, requires_grad=True)
-            self.calls.append((choice, mixed, candidates, values))
+            first = first + other
+        return first
+
+
+@dataclass(frozen=True)
+class _MovingPath(_DrawnPath):
+    """The same way in forward mode: on the way back, what each candidate would change is summed up.
+
+    It is done as soon as delta of a mixture is there, so that what the mixture was made of can go.
+
+    Attributes:
+        by_weight: choice -> (O,) float64, where the sums go.
+        ends: a zero in each mixture, to differentiate in.
+    """
+
+    by_weight: Mapping[str, Tensor]
+    ends: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, choice: Choice, candidates: Candidates) -> Tensor:
+        values = self.values(choice, candidates)
+        mixed = self.mixed(values)
+        self.ends.append(torch.zeros((), dtype=mixed.dtype, device=mixed.device, requires_grad=True))
+        mixed = mixed + self.ends[-1]
+        mixed.register_hook(partial(self._take, choice.name, candidates, values))  # type: ignore[no-untyped-call]
         return mixed
+
+    def _take(self, name: str, candidates: Candidates, values: Values, delta: Tensor) -> None:
+        with torch.no_grad():
+            for k in range(len(candidates)):
+                self.by_weight[name][k] += 2 * _moved(delta, values[k] if k in values else candidates[k]())
 
 
 def trace_gradient(
@@ -77,16 +103,10 @@ def trace_gradient(
     _load_forward_mode()
     with no_tracking(network), forward_mode.dual_level():
         along = {n: _dual(p.detach(), tangents[n]) if n in tangents else p.detach() for n, p in named.items()}
-        path = _DrawnPath(hot, remembers=True)
+        path = _MovingPath(hot, {name: torch.zeros(len(one), dtype=torch.float64) for name, one in hot.items()})
         loss = F.cross_entropy(functional_call(network, along, (images,), {"way": path}), labels)
-        deltas = torch.autograd.grad(loss, [mixed for _, mixed, _, _ in path.calls], allow_unused=True)
-        by_weight = {name: torch.zeros(len(one), dtype=torch.float64) for name, one in hot.items()}
-        with torch.no_grad():
-            for (choice, _, candidates, values), delta in zip(path.calls, deltas, strict=True):
-                if delta is not None:
-                    for k in range(len(candidates)):
-                        by_weight[choice.name][k] += 2 * _moved(delta, values[k] if k in values else candidates[k]())
-    return trace, {name: value.to(hot[name]) for name, value in by_weight.items()}
+        torch.autograd.grad(loss, path.ends, allow_unused=True)
+    return trace, {name: value.to(hot[name]) for name, value in path.by_weight.items()}
 
 
 def drawn_trace(
@@ -114,11 +134,7 @@ def _load_forward_mode() -> None:
 
 
 def _dual(value: Tensor, tangent: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # torch compiles them in a way that it deprecates
-        dual: Tensor = forward_mode.make_dual(value, tangent)  # type: ignore[no-untyped-call]
+    dual: Tensor = forward_mode.make_dual(value, tangent)  # type: ignore[no-untyped-call]
     return dual
 
 

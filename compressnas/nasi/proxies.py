@@ -207,11 +207,12 @@ def random_cells(space: Space, samples: int, generator: torch.Generator) -> list
     Raises:
         InputError: the space has not as many.
     """
-    size = math.prod(math.comb(len(choice.candidates), choice.keep) for choice in space.choices)
+    size = math.prod(math.comb(len(choice.candidates), choice.keep) for choice in space.decisions)
     cells: dict[tuple[tuple[int, ...], ...], dict[str, tuple[int, ...]]] = {}
     missed = 0
     while len(cells) < samples:
-        kept = {c.name: _some_of(len(c.candidates), c.keep, generator) for c in space.choices}
+        ranks = {c.name: torch.rand(len(c.candidates), generator=generator) for c in space.choices}
+        kept = {c.name: c.best(ranks[c.logits]) for c in space.decisions}
         key = tuple(kept.values())
         if key not in cells and space.connected(kept):
             cells[key] = kept
@@ -253,7 +254,3 @@ def best_of(
     if max(scores) == -math.inf:
         raise InputError(f"space {space.name}: none of {samples:,} cells has a score")
     return Ranking(cells[scores.index(max(scores))], tuple(cells), tuple(scores))
-
-
-def _some_of(candidates: int, keep: int, generator: torch.Generator) -> tuple[int, ...]:
-    return tuple(sorted(torch.randperm(candidates, generator=generator)[:keep].tolist()))

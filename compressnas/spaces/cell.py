@@ -1,23 +1,25 @@
-"""What a cell may be: nodes, what they read, candidate operations; and a module that is such a cell.
+"""What a cell may be: nodes, what they read, candidate operations; and what a space of such cells is.
 
-A node is the sum of its terms. A term reads some of the nodes before it and applies an operation to their sum; which
-nodes and which operation is a choice each. A space is written down with `Term`, `Cell` and
-a function that stacks cells to a network; the supernet and the derived network are the same code, with all candidates
-and with those that stay.
+A node is the sum of its terms; the last node is the cell's output. A term reads some of the nodes before it and applies
+an operation to their sum, or to their concatenation; which nodes and which operation is a choice each. A space is
+written down with `Term`, `Cell` and a function that stacks cells (see cell_module.py) to a network; the supernet and
+the derived network are the same code, with all candidates and with those that stay.
+
+A search may draw less than a decision says: in DARTS's space a node of the supernet has one term, and two of the
+derived cell, which take their candidates, ranks and weights from that one. See `Cell.mixed` and `Term.drawn`.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from compressnas.errors import InputError
-from compressnas.slim import SlimArch
-from compressnas.spaces.operations import NOTHING
+from compressnas.slim import Origin, SlimArch
+from compressnas.spaces.operations import NOTHING, SAME
 
 Kept = Mapping[str, Sequence[int]]  # choice -> indices of the candidates that stay
 
@@ -28,11 +30,21 @@ class Choice:
 
     Attributes:
         name: of the group set in a SlimArch: `cell.edge3.op`.
+        logits: name of the choice that a search draws for it; its own, where that is the same one.
+        rank: how many candidates with larger logits are passed over.
     """
 
     name: str
     candidates: tuple[str, ...]
-    keep: int = 1
+    keep: int
+    logits: str
+    rank: int = 0
+
+    def best(self, alpha: Tensor) -> tuple[int, ...]:
+        """The candidates with the largest logits (O,) from the rank on; of equal ones the first."""
+        order = alpha.argsort(descending=True, stable=True).tolist()
+        start = min(self.rank, len(order) - self.keep)
+        return tuple(sorted(order[start : start + self.keep]))
 
 
 @dataclass(frozen=True)
@@ -41,41 +53,76 @@ class Term:
 
     Attributes:
         inputs: numbers of the nodes that may be read; inputs of the cell come first.
-        operations: candidates, of which one stays.
-        reads: how many of the inputs are read; their sum goes into the operation.
+        operations: candidates, of which one stays; without any, what is read is added as it is.
+        reads: how many of the inputs are read.
+        join: how what is read goes into the operation: as a sum; or concatenated, in a supernet with zeros for what is
+            not read.
+        drawn: the term of the supernet that this one takes its ranks and weights from, where it is another.
+        rank: which of the best candidates of that term it takes; 0 is the best.
     """
 
     name: str
     inputs: tuple[int, ...]
-    operations: tuple[str, ...]
+    operations: tuple[str, ...] = ()
     reads: int = 1
+    join: Literal["sum", "concat"] = "sum"
+    drawn: str = ""
+    rank: int = 0
+
+    @property
+    def origin(self) -> str:
+        """Name of the term of the supernet."""
+        return self.drawn or self.name
 
     @property
     def input_choice(self) -> Choice | None:
         """None where all that may be read is read."""
         if len(self.inputs) == self.reads:
             return None
-        return Choice(f"{self.name}.input", tuple(str(node) for node in self.inputs), self.reads)
+        candidates = tuple(str(node) for node in self.inputs)
+        return Choice(f"{self.name}.input", candidates, self.reads, f"{self.origin}.input", self.rank)
 
     @property
-    def op_choice(self) -> Choice:
-        return Choice(f"{self.name}.op", self.operations)
+    def op_choice(self) -> Choice | None:
+        """None where there are no operations."""
+        if not self.operations:
+            return None
+        return Choice(f"{self.name}.op", self.operations, 1, f"{self.origin}.op", self.rank)
+
+
+Nodes = tuple[tuple[Term, ...], ...]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A kind of cell: node `inputs` + i is the sum of the terms `nodes[i]`; its output is the last node."""
+    """A kind of cell: node `inputs` + i is the sum of the terms `nodes[i]`; its output is the last node.
+
+    Attributes:
+        nodes: what a decision says.
+        mixed: what a supernet mixes and a search draws, where it is not the same.
+    """
 
     inputs: int
-    nodes: tuple[tuple[Term, ...], ...]
+    nodes: Nodes
+    mixed: Nodes = ()
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        return tuple(term for node in self.nodes for term in node)
+        return terms_of(self.nodes)
+
+    @property
+    def mixed_nodes(self) -> Nodes:
+        return self.mixed or self.nodes
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        return tuple(choice for term in self.terms for choice in (term.input_choice, term.op_choice) if choice)
+        """What is drawn."""
+        return _choices(self.mixed_nodes)
+
+    @property
+    def decisions(self) -> tuple[Choice, ...]:
+        """What a SlimArch names."""
+        return _choices(self.nodes)
 
     def used(self, kept: Kept) -> frozenset[str]:
         """Names of the terms that carry something from an input of the cell to its output."""
@@ -93,6 +140,15 @@ class Cell:
         return frozenset(used)
 
 
+def terms_of(nodes: Nodes) -> tuple[Term, ...]:
+    """All terms of some nodes."""
+    return tuple(term for node in nodes for term in node)
+
+
+def _choices(nodes: Nodes) -> tuple[Choice, ...]:
+    return tuple(choice for term in terms_of(nodes) for choice in (term.input_choice, term.op_choice) if choice)
+
+
 def read_by(term: Term, kept: Kept) -> tuple[int, ...]:
     """Numbers of the nodes that a term reads."""
     choice = term.input_choice
@@ -100,85 +156,15 @@ def read_by(term: Term, kept: Kept) -> tuple[int, ...]:
 
 
 def operation_of(term: Term, kept: Kept) -> str:
-    (chosen,) = kept[term.op_choice.name]
+    """Name of the operation that a term applies."""
+    choice = term.op_choice
+    if choice is None:
+        return SAME
+    (chosen,) = kept[choice.name]
     return term.operations[chosen]
 
 
-class Mix(Protocol):
-    """How a supernet puts the candidates of a choice together; each is computed when it is called."""
-
-    def __call__(self, choice: Choice, candidates: Sequence[Callable[[], Tensor]]) -> Tensor: ...
-
-
-class CellModule(nn.Module):
-    """A cell: with all candidates (`kept` None), or with those that stay.
-
-    Args:
-        make: name of an operation -> module.
-        kept: the decision; then only operations that are used are there.
-    """
-
-    def __init__(self, cell: Cell, make: Callable[[str], nn.Module], kept: Kept | None = None) -> None:
-        super().__init__()
-        self.cell, self.kept = cell, None if kept is None else dict(kept)
-        used = None if kept is None else cell.used(kept)
-        self.terms = nn.ModuleDict()
-        for term in cell.terms:
-            if kept is None or used is None:
-                names = term.operations
-            else:
-                names = (operation_of(term, kept),) if term.name in used else ()
-            self.terms[term.name.replace(".", "_")] = nn.ModuleDict({name: make(name) for name in names})
-
-    def forward(self, *inputs: Tensor, way: "Mix | Kept | None" = None) -> Tensor:
-        """(B, C, H, W) each -> the last node, of the same shape.
-
-        Args:
-            way: how a supernet goes: with a mixture of each choice, or as the decision says.
-        """
-        way = self.kept if way is None else way
-        if way is None:
-            raise InputError("a supernet is called with a decision or a mixture, got neither")
-        used = self.cell.used(way) if isinstance(way, Mapping) else None
-        nodes = list(inputs)
-        for node in self.cell.nodes:
-            if used is None:
-                assert not isinstance(way, Mapping)
-                parts = [self._mixed(term, nodes, way) for term in node]
-            else:
-                assert isinstance(way, Mapping)
-                parts = [self._decided(term, nodes, way) for term in node if term.name in used]
-            nodes.append(_sum(parts) if parts else torch.zeros_like(nodes[0]))
-        return nodes[-1]
-
-    def _mixed(self, term: Term, nodes: Sequence[Tensor], mix: Mix) -> Tensor:
-        operations, choice = self._operations(term), term.input_choice
-        if choice is None:
-            read = _sum([nodes[i] for i in term.inputs])
-        else:
-            read = mix(choice, [partial(_same, nodes[i]) for i in term.inputs])
-        return mix(term.op_choice, [partial(operations[name], read) for name in term.operations])
-
-    def _decided(self, term: Term, nodes: Sequence[Tensor], kept: Kept) -> Tensor:
-        result: Tensor = self._operations(term)[operation_of(term, kept)](_sum([nodes[i] for i in read_by(term, kept)]))
-        return result
-
-    def _operations(self, term: Term) -> nn.ModuleDict:
-        found = self.terms[term.name.replace(".", "_")]
-        assert isinstance(found, nn.ModuleDict)
-        return found
-
-
-def _same(node: Tensor) -> Tensor:
-    return node
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
+# ---------------------------------------------------------------- the space
 
 Build = Callable[[Kept | None, tuple[int, int, int], int], nn.Module]  # kept, (C, H, W) of an image, classes
 
@@ -205,7 +191,13 @@ class Space:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
+        """What a search draws, and has logits for."""
         return tuple(choice for cell in self.cells.values() for choice in cell.choices)
+
+    @property
+    def decisions(self) -> tuple[Choice, ...]:
+        """What a decision names; the same as `choices`, but where a search draws less than a decision says."""
+        return decisions_of(self.cells)
 
     def connected(self, kept: Kept) -> bool:
         """Whether something of the input comes to the output in every kind of cell."""
@@ -215,27 +207,87 @@ class Space:
         """The decision with the largest logits, of those that compute something.
 
         Args:
-            alpha: choice -> (O,).
+            alpha: choice that is drawn -> (O,).
 
         Raises:
             InputError: no decision computes anything.
         """
-        first = {c.name: tuple(sorted(alpha[c.name].topk(c.keep).indices.tolist())) for c in self.choices}
+        first = {c.name: c.best(alpha[c.logits]) for c in self.decisions}
         if self.connected(first):
             return first
         connected = [kept for kept in self.all() if self.connected(kept)]
         if not connected:
             raise InputError(f"space {self.name}: no cell has a path from its input to its output")
-        return max(connected, key=lambda kept: sum(float(alpha[name][list(one)].sum()) for name, one in kept.items()))
+        return max(connected, key=lambda k: sum(float(alpha[c.logits][list(k[c.name])].sum()) for c in self.decisions))
 
     def slim(self, kept: Kept, **origin: str | int | float | bool | None) -> SlimArch:
         """The decision, to write down."""
-        sizes = {choice.name: len(choice.candidates) for choice in self.choices}
-        return SlimArch({name: tuple(kept[name]) for name in sizes}, sizes, origin)
+        return slim_of(self.cells, kept, origin)
 
     def all(self) -> Iterator[dict[str, tuple[int, ...]]]:
         """Every decision, connected or not, in order."""
-        ways = [tuple(itertools.combinations(range(len(c.candidates)), c.keep)) for c in self.choices]
-        names = [choice.name for choice in self.choices]
+        ways = [tuple(itertools.combinations(range(len(c.candidates)), c.keep)) for c in self.decisions]
+        names = [choice.name for choice in self.decisions]
         for chosen in itertools.product(*ways):
             yield dict(zip(names, chosen, strict=True))
+
+
+def decisions_of(cells: Mapping[str, Cell]) -> tuple[Choice, ...]:
+    """What a decision on these cells names."""
+    return tuple(choice for cell in cells.values() for choice in cell.decisions)
+
+
+def slim_of(cells: Mapping[str, Cell], kept: Kept, origin: Origin | None = None) -> SlimArch:
+    """A decision on these cells, to write down."""
+    sizes = {choice.name: len(choice.candidates) for choice in decisions_of(cells)}
+    return SlimArch({name: tuple(kept[name]) for name in sizes}, sizes, origin or {})
+
+
+# ---------------------------------------------------------------- weights
+
+
+@runtime_checkable
+class Renamed(Protocol):
+    """A module whose tensors may have other names in the supernet."""
+
+    def origins(self) -> Mapping[str, str]:
+        """Name of each tensor, within the module -> its name in the supernet, within the same module."""
+
+
+@runtime_checkable
+class Narrowed(Protocol):
+    """A network some of whose parameters are columns of the supernet's.
+
+    Attributes:
+        columns: parameter -> indices along dimension 1 of the supernet's.
+    """
+
+    columns: Mapping[str, Sequence[int]]
+
+
+@torch.no_grad()
+def take_weights(derived: nn.Module, supernet: nn.Module) -> None:
+    """Give a network with a decision the weights and statistics of the supernet, in place.
+
+    Args:
+        derived: `Space.supernet` of a decision.
+        supernet: `Space.supernet` of None, with the same settings, shape and classes.
+
+    Raises:
+        InputError: the supernet lacks a tensor, or has it in another shape.
+    """
+    origin = {
+        f"{path}.{own}": f"{path}.{theirs}"
+        for path, module in derived.named_modules()
+        if isinstance(module, Renamed)
+        for own, theirs in module.origins().items()
+    }
+    source, columns = supernet.state_dict(), derived.columns if isinstance(derived, Narrowed) else {}
+    for name, value in derived.state_dict().items():
+        found = source.get(origin.get(name, name))
+        if found is not None and name in columns:
+            found = found[:, list(columns[name])]
+        if found is None or found.shape != value.shape:
+            got = "nothing" if found is None else f"shape {tuple(found.shape)}"
+            raise InputError(f"{name}: expected shape {tuple(value.shape)} in the supernet, got {got}")
+        value.copy_(found)

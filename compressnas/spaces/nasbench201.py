@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from compressnas.errors import InputError
 from compressnas.slim import SlimArch
-from compressnas.spaces.cell import Cell, CellModule, Kept, Mix, Space, Term
+from compressnas.spaces.cell import Cell, Kept, Space, Term
+from compressnas.spaces.cell_module import CellModule, Mix
 from compressnas.spaces.operations import ReluConvBn, operation
 
 EDGES = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2))  # (node, what it reads), as in the benchmark's text
@@ -90,7 +91,7 @@ class Reduction(nn.Module):
         self.block = nn.Sequential(
             ReluConvBn(inputs, outputs, 3, stride=2, affine=affine), ReluConvBn(outputs, outputs, 3, affine=affine)
         )
-        self.around = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(inputs, outputs, 1, bias=False))
+        self.around = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(inputs, outputs, 1, bias=False))
 
     def forward(self, values: Tensor) -> Tensor:
         result: Tensor = self.block(values) + self.around(values)
