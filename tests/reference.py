@@ -370,7 +370,7 @@ def trace_gradient_by_double_backward(
     pairs = [(name, slope) for name, slope in zip(named, slopes, strict=True) if slope is not None]
     trace = sum((scales.get(name, 1.0) * (slope**2).sum() for name, slope in pairs), torch.zeros(()))
     found = torch.autograd.grad(trace, list(weights.values()), materialize_grads=True)
-    return float(trace), dict(zip(weights, found, strict=True))
+    return float(trace.detach()), dict(zip(weights, found, strict=True))
 
 
 # ---------------------------------------------------------------- nasi/proxies.py
