@@ -524,7 +524,7 @@ class Recipe(Section):
         return self.model.network if self.model is not None else self.space.name if self.space is not None else ""
 
 
-_ONE_SUBJECT = "expected exactly one of model (a network to prune) and space (cells to search)"
+_ONE_SUBJECT = "model, space: expected exactly one of the two, a network to prune or cells to search"
 _NO_WEIGHTS = "train: missing; expected this section, or model.weights (a network that is trained already)"
 _NO_TEACHER = "finetune.distill: nothing to learn from; expected train or model.weights, which make a dense network"
 

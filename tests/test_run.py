@@ -184,6 +184,7 @@ def test_a_folder_that_is_no_run_is_never_overwritten(tmp_path: Path) -> None:
 def quick(folder: Path, recipe: dict[str, Any], out: Path, **options: bool) -> None:
     """A run in this process; it is meant to be refused."""
     from compressnas.progress import Progress
+    from compressnas.outcome import doubts
     from compressnas.recipe import load_recipe
     from compressnas.run import run
 
@@ -227,20 +228,19 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_useless_result_is_never_without_a_note(tmp_path: Path) -> None:
     from compressnas.recipe import load_recipe
-    from compressnas.run import _doubts
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     recipe = load_recipe(tmp_path / "recipe.yaml")  # target: 0.4 of the FLOPs; 4 classes
     dense = {"point": "dense", "validation_error": 0.01, "flops": 1000, "params": 100}
     good, missed = {"point": "slim", "validation_error": 0.02, "flops": 400, "params": 40}, {"flops": 401}
-    assert _doubts(recipe, [dense, good], 4) == []
-    assert _doubts(recipe, [dense, good | missed], 4) == [
+    assert doubts(recipe, [dense, good], 4) == []
+    assert doubts(recipe, [dense, good | missed], 4) == [
         "the target is missed: 401 flops, and at most 400 were asked for"
     ]
-    (died,) = _doubts(recipe, [dense, good | {"validation_error": 0.75}], 4)
+    (died,) = doubts(recipe, [dense, good | {"validation_error": 0.75}], 4)
     assert died == "the slim network hardly does better than guessing: validation error 75.00% with 4 classes"
     free = load_recipe(tmp_path / "recipe.yaml", ["method.target="])
-    assert _doubts(free, [dense, good | {"flops": 1000}], 4) == ["no FLOPs were saved: 1,000 before, 1,000 after"]
+    assert doubts(free, [dense, good | {"flops": 1000}], 4) == ["no FLOPs were saved: 1,000 before, 1,000 after"]
 
 
 BAD_INPUT = {

@@ -88,8 +88,8 @@ def test_random_labels_and_real_images(tmp_path: Path) -> None:
 REFUSED = {
     "an operation": (["space.exclude=[conv]"], "space.exclude"),
     "nothing left": (["space.exclude=[skip_connect, nor_conv_1x1, nor_conv_3x3, avg_pool_3x3]"], "is left"),
-    "both": (["model={name: lenet5}"], "expected exactly one of model"),
-    "neither": (["space="], "expected exactly one of model"),
+    "both": (["model={name: lenet5}"], "model, space: expected exactly one"),
+    "neither": (["space="], "model, space: expected exactly one"),
     "pruning": (["method={kind: magnitude, target: {flops: 0.5}}"], "magnitude needs a model"),
     "no table": (["space.table=nowhere.csv"], "cannot read nowhere.csv"),
     "finetune": (["finetune.epochs=1"], "trained by `train`"),
