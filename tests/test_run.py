@@ -184,7 +184,6 @@ def test_a_folder_that_is_no_run_is_never_overwritten(tmp_path: Path) -> None:
 def quick(folder: Path, recipe: dict[str, Any], out: Path, **options: bool) -> None:
     """A run in this process; it is meant to be refused."""
     from compressnas.progress import Progress
-    from compressnas.outcome import doubts
     from compressnas.recipe import load_recipe
     from compressnas.run import run
 
@@ -227,6 +226,7 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_useless_result_is_never_without_a_note(tmp_path: Path) -> None:
+    from compressnas.outcome import doubts
     from compressnas.recipe import load_recipe
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
