@@ -470,8 +470,22 @@ class Proxy(SearchData):
     samples: int = Field(default=100, ge=1, description="different cells that are drawn")
 
 
-Method = Annotated[Bayes | Baseline | Given | Nasi | Proxy, Field(discriminator="kind")]
-SEARCHES = ("nasi", "proxy")  # methods that need a space where the others need a model
+class KnownCell(Section):
+    """A cell that is known already: its network is built, trained, measured and exported."""
+
+    kind: Literal["cell"]
+    text: Text | None = Field(default=None, description="in the notation of the space: an arch string, a genotype")
+    path: Text | None = Field(default=None, description="or a slim.json of a search")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "KnownCell":
+        if (self.text is None) == (self.path is None):
+            raise ValueError("expected exactly one of text and path")
+        return self
+
+
+Method = Annotated[Bayes | Baseline | Given | Nasi | Proxy | KnownCell, Field(discriminator="kind")]
+SEARCHES = ("nasi", "proxy", "cell")  # methods that need a space where the others need a model
 
 
 class Export(Section):

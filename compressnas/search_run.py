@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from compressnas.data import DataSet
-from compressnas.errors import RunFailed
+from compressnas.errors import InputError, RunFailed
 from compressnas.files import write_whole
 from compressnas.nasi.proxies import PROXIES, best_of
 from compressnas.nasi.search import nasi_search
 from compressnas.outcome import check_facts, export_networks, guesses, some_images, write_lines, write_points
 from compressnas.proof import relative_difference
-from compressnas.recipe import Nasi, Proxy, Recipe, SearchData
+from compressnas.recipe import KnownCell, Nasi, Proxy, Recipe, SearchData
 from compressnas.report import write_report
+from compressnas.slim import SlimArch
 from compressnas.spaces import SPACES
 from compressnas.spaces.cell import Cell, Kept, Space, operation_of, read_by, take_weights
 from compressnas.spaces.nasbench201 import looked_up, read_table
@@ -53,6 +54,8 @@ def prepare_search(recipe: Recipe) -> Prepared:
     table, name = settings.pop("table", None), settings.pop("name")
     space = SPACES[name](**settings)
     space.best({choice.name: torch.zeros(len(choice.candidates)) for choice in space.choices})
+    if isinstance(recipe.method, KnownCell):
+        known_cell(space, recipe.method)
     return Prepared(space, None if table is None else read_table(table))
 
 
@@ -156,7 +159,24 @@ def _proxy(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
     return Chosen(ranking.best, {"scores": scores, "score_name": settings.name})
 
 
-SEARCHES: dict[str, Search] = {"nasi": _nasi, "proxy": _proxy}
+def _cell(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
+    assert isinstance(recipe.method, KnownCell)
+    return Chosen(known_cell(space, recipe.method), {})
+
+
+SEARCHES: dict[str, Search] = {"nasi": _nasi, "proxy": _proxy, "cell": _cell}
+
+
+def known_cell(space: Space, settings: KnownCell) -> Kept:
+    """The cell that a recipe gives. Raises InputError where the space has none like it, or nothing comes through it."""
+    slim = space.parsed(settings.text) if settings.text is not None else SlimArch.load(str(settings.path))
+    sizes = {choice.name: len(choice.candidates) for choice in space.decisions}
+    counts = {choice.name: choice.keep for choice in space.decisions}
+    if dict(slim.sizes) != sizes or any(len(slim.kept[name]) != count for name, count in counts.items()):
+        raise InputError(f"method.path: {settings.path} is no cell of the space {space.name}")
+    if not space.connected(slim.kept):
+        raise InputError(f"method: nothing of the input comes to the output of the cell {space.text(slim.kept)}")
+    return slim.kept
 
 
 def search_batch(data: DataSet, settings: SearchData, seed: int, step: int) -> tuple[Tensor, Tensor]:

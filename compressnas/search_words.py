@@ -66,6 +66,8 @@ def story(search: Search) -> list[str]:
         tried = f"{readable.counted(len(search.scores), 'cell')} of " if search.scores else ""
         said.append(f"At initialisation, before any training, {tried}the space{space} were scored{score}; the one with "
                     "the best score is kept.")  # fmt: skip
+    elif search.method == "cell":
+        said.append(f"The cell was given; nothing was searched in the space{space}.")
     elif search.space:
         said.append(f"The space{space} was searched.")
     if search.traces and not any(trace is not None and trace > 0 for trace in search.traces):

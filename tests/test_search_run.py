@@ -85,7 +85,60 @@ def test_random_labels_and_real_images(tmp_path: Path) -> None:
              "method.nu_samples=2")  # fmt: skip
 
 
+KNOWN = "|nor_conv_3x3~0|+|nor_conv_1x1~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_3x3~1|nor_conv_3x3~2|"
+V2 = (
+    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1),"
+    " ('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5],"
+    " reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0),"
+    " ('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
+)
+
+
+def test_a_known_cell_is_trained(tmp_path: Path) -> None:
+    out = searched(tmp_path / "run", f"method={{kind: cell, text: '{KNOWN}'}}", "train.epochs=1")
+    assert json.loads((out / "result.json").read_text())["search"]["cell"] == KNOWN
+    again = searched(tmp_path / "again", f"method={{kind: cell, path: {out / 'slim.json'}}}")
+    assert json.loads((again / "result.json").read_text())["search"]["cell"] == KNOWN
+
+
+def test_a_genotype_and_what_it_costs(tmp_path: Path) -> None:
+    space = "space={name: darts, cells: 3, width: 4, derived_cells: 3, derived_width: 4}"
+    out = searched(tmp_path / "run", space, f'method={{kind: cell, text: "{V2}"}}')
+    result = json.loads((out / "result.json").read_text())
+    assert result["search"]["cell"].startswith("Genotype(") and result["proof"]["verdict"] == "equal"
+    assert {"normal", "reduce"} == set(result["search"]["graphs"])
+
+
+@pytest.mark.parametrize("name", ["flops", "synflow"])
+def test_the_best_of_random_cells(name: str, tmp_path: Path) -> None:
+    out = searched(tmp_path / "run", f"method={{kind: proxy, name: {name}, samples: 4, batch_size: 4}}")
+    result = json.loads((out / "result.json").read_text())["search"]
+    assert len(result["scores"]) == 4 and result["score_name"] == name
+
+
+def test_a_cell_of_another_space_is_refused(tmp_path: Path) -> None:
+    SPACE.slim(SPACE.parsed(KNOWN).kept).save(tmp_path / "slim.json")
+    with pytest.raises(InputError, match="no cell of the space"):
+        searched(tmp_path / "run", "space.exclude=[]", f"method={{kind: cell, path: {tmp_path / 'slim.json'}}}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_cells_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="5,000 different cells"):
+        searched(tmp_path / "run", "method={kind: proxy, name: flops, samples: 5000}")
+
+
 REFUSED = {
+    "a genotype": (
+        ["space={name: darts}", "method={kind: cell, text: 'Genotype(normal=['}"],
+        "expected a text such as Genotype(",
+    ),
+    "a cell": (["method={kind: cell, text: '|conv~0|'}"], "conv"),
+    "a cell that computes nothing": (
+        ["space.exclude=[]", "method={kind: cell, text: '|none~0|+|none~0|none~1|+|none~0|none~1|none~2|'}"],
+        "nothing of the input comes to the output",
+    ),
+    "no cell": (["method={kind: cell}"], "exactly one of text and path"),
     "an operation": (["space.exclude=[conv]"], "space.exclude"),
     "nothing left": (["space.exclude=[skip_connect, nor_conv_1x1, nor_conv_3x3, avg_pool_3x3]"], "is left"),
     "both": (["model={name: lenet5}"], "model, space: expected exactly one"),
