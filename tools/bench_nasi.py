@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python tools/bench_nasi.py [--space nasbench201] [--steps 3] [--batch 64]
 
 Both sides take the same drawn architectures of a supernet at full size (NAS-Bench-201: 5 cells a stage, 16 channels;
-DARTS: 8 cells, 16 channels), Gaussian images, batch norm with the statistics of the batch. Time: they take turns in one
-process, after one small step each (torch compiles derivatives at the first one); the sums over the steps are compared.
+DARTS: 8 cells, 16 channels), Gaussian images, channels last, batch norm with the statistics of the batch. Time: they
+take turns in one process, after one small step each (torch compiles derivatives at the first one); the sums over the
+steps are compared.
 Memory: each side in a process of its own, malloc set so that what is freed goes back; the kernel's high-water mark
 above what was resident before the step. Linux only. The gradients of the two sides are compared as well, in float32.
 
@@ -29,6 +30,7 @@ from compressnas.nasi.gradient import trace_gradient
 from compressnas.nasi.gumbel import draw
 from compressnas.spaces import SPACES
 from compressnas.spaces.cell import Choice, Space
+from compressnas.train import channels_last
 
 SPEED, MEMORY = 2.0, 0.5  # targets: times as fast, part of the memory
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -64,8 +66,9 @@ class Bench:
     def __init__(self, space: Space, batch: int) -> None:
         torch.manual_seed(0)
         self.space = space
-        self.network = space.supernet(None, (3, 32, 32), 10)
-        self.images, self.labels = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+        self.network = channels_last(space.supernet(None, (3, 32, 32), 10))
+        images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+        self.images, self.labels = images, torch.randint(10, (batch,))
         for module in self.network.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.track_running_stats = False

@@ -57,7 +57,7 @@ class _MovingPath(_DrawnPath):
 
     Attributes:
         by_weight: choice -> (O,) float64, where the sums go.
-        ends: a zero in each mixture, to differentiate in.
+        ends: mixtures with none before them, to differentiate in.
     """
 
     by_weight: Mapping[str, Tensor]
@@ -66,8 +66,9 @@ class _MovingPath(_DrawnPath):
     def __call__(self, choice: Choice, candidates: Candidates) -> Tensor:
         values = self.values(choice, candidates)
         mixed = self.mixed(values)
-        self.ends.append(torch.zeros((), dtype=mixed.dtype, device=mixed.device, requires_grad=True))
-        mixed = mixed + self.ends[-1]
+        mixed = mixed.view_as(mixed)  # a tensor of its own, of which delta is that of this mixture alone
+        if not mixed.requires_grad:
+            self.ends.append(mixed.requires_grad_())
         mixed.register_hook(partial(self._take, choice.name, candidates, values))  # type: ignore[no-untyped-call]
         return mixed
 
@@ -144,7 +145,7 @@ def _moved(delta: Tensor, value: Tensor) -> float:
     value, value_moves = forward_mode.unpack_dual(value)  # type: ignore[no-untyped-call]
     total = 0.0
     if delta_moves is not None:
-        total += float(torch.linalg.vecdot(delta_moves.flatten(), value.flatten()))
+        total += float((delta_moves * value).sum(dtype=torch.float64))
     if value_moves is not None:
-        total += float(torch.linalg.vecdot(delta.flatten(), value_moves.flatten()))
+        total += float((delta * value_moves).sum(dtype=torch.float64))
     return total

@@ -15,7 +15,7 @@ from compressnas.nasi.gumbel import Drawn, draw
 from compressnas.nasi.ntk import Scales, finite, initialise
 from compressnas.recipe import Nasi
 from compressnas.spaces.cell import Kept, Space
-from compressnas.train import Work, stage_seed
+from compressnas.train import Work, channels_last, stage_seed
 
 STAGE = "search"
 SAVE_EVERY = 10  # steps
@@ -102,7 +102,7 @@ def _initialised(
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.track_running_stats = False
-    return network.train().to(work.device), scales
+    return channels_last(network.train().to(work.device)), scales
 
 
 def _recorded(
@@ -146,4 +146,4 @@ def _mean_trace(network: nn.Module, scales: Scales, space: Space, batch: Batch, 
 
 
 def _on(work: Work, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch[0].to(work.device), batch[1].to(work.device)
+    return batch[0].to(work.device, memory_format=torch.channels_last), batch[1].to(work.device)
