@@ -60,11 +60,12 @@ def freeze_statistics(network: nn.Module, images: Tensor) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches seen, which is one
-    network.train()
-    network(images)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    network.eval()
+    try:
+        network.train()(images)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        network.eval()
 
 
 @contextmanager

@@ -204,6 +204,8 @@ def random_cell(space: Space, generator: torch.Generator) -> dict[str, tuple[int
 def random_cells(space: Space, samples: int, generator: torch.Generator) -> list[dict[str, tuple[int, ...]]]:
     """Different decisions that compute something, drawn without replacement.
 
+    Every order of the candidates of a choice is as likely as another; decisions that share one take it by rank.
+
     Raises:
         InputError: the space has not as many.
     """

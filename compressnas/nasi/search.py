@@ -99,9 +99,6 @@ def _initialised(
     network = space.supernet(None, shape, classes)
     generator = torch.Generator().manual_seed(stage_seed(work.seed, STAGE))
     scales = initialise(network, settings.parameterisation, generator)
-    for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.track_running_stats = False
     return channels_last(network.train().to(work.device)), scales
 
 
