@@ -22,10 +22,9 @@ from torch.func import functional_call
 
 from compressnas.nasi.ntk import Scales, gradients, no_tracking, squares
 from compressnas.spaces.cell import Choice
+from compressnas.spaces.cell_module import total_of
 
 Candidates = Sequence[Callable[[], Tensor]]
-
-
 Values = dict[int, Tensor]  # candidate -> what it gives, of those that are drawn
 
 
@@ -36,17 +35,10 @@ class _DrawnPath:
     hot: Mapping[str, Tensor]
 
     def __call__(self, choice: Choice, candidates: Candidates) -> Tensor:
-        return self.mixed(self.values(choice, candidates))
+        return total_of(list(self.values(choice, candidates).values()))
 
     def values(self, choice: Choice, candidates: Candidates) -> Values:
         return {k: candidates[k]() for k in self.hot[choice.name].nonzero()[:, 0].tolist()}
-
-    @staticmethod
-    def mixed(values: Values) -> Tensor:
-        first, *others = values.values()
-        for other in others:
-            first = first + other
-        return first
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class _MovingPath(_DrawnPath):
 
     def __call__(self, choice: Choice, candidates: Candidates) -> Tensor:
         values = self.values(choice, candidates)
-        mixed = self.mixed(values)
+        mixed = total_of(list(values.values()))
         mixed = mixed.view_as(mixed)  # a tensor of its own, of which delta is that of this mixture alone
         if not mixed.requires_grad:
             self.ends.append(mixed.requires_grad_())

@@ -69,10 +69,10 @@ class CellModule(nn.Module):
             used = self.cell.used(way)
             for node in self.cell.nodes:
                 parts = [self._decided(term, nodes, way) for term in node if term.name in used]
-                nodes.append(_sum(parts) if parts else torch.zeros_like(nodes[0]))
+                nodes.append(total_of(parts) if parts else torch.zeros_like(nodes[0]))
         else:
             for node in self.cell.mixed_nodes:
-                nodes.append(_sum([self._mixed(term, nodes, way) for term in node]))
+                nodes.append(total_of([self._mixed(term, nodes, way) for term in node]))
         return nodes[-1]
 
     def origins(self) -> dict[str, str]:
@@ -127,10 +127,11 @@ def _key(name: str) -> str:
 
 
 def _joined(term: Term, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=1) if term.join == "concat" else _sum(parts)
+    return torch.cat(list(parts), dim=1) if term.join == "concat" else total_of(parts)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def total_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor or several, of the same shape."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -17,7 +17,7 @@ from compressnas.errors import InputError
 from compressnas.slim import SlimArch
 from compressnas.spaces.cell import Cell, Kept, Space, Term
 from compressnas.spaces.cell_module import CellModule, Mix
-from compressnas.spaces.operations import ReluConvBn, operation
+from compressnas.spaces.operations import ReluConvBn, operation, without
 
 EDGES = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2))  # (node, what it reads), as in the benchmark's text
 NAMES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -35,12 +35,7 @@ def nasbench201(cells: int = 5, width: int = 16, exclude: Sequence[str] = (), af
     Raises:
         InputError: an operation that is unknown, or none that is left to compute anything.
     """
-    unknown = sorted(set(exclude) - set(NAMES))
-    if unknown:
-        raise InputError(f"space.exclude: unknown operation {', '.join(unknown)}; expected some of {', '.join(NAMES)}")
-    names = tuple(name for name in NAMES if name not in exclude)
-    if not set(names) - {"none"}:
-        raise InputError("space.exclude: no operation is left that leads from the input to the output")
+    names = without(NAMES, exclude)
     terms = [Term(f"cell.edge{n}", (source,), names) for n, (_, source) in enumerate(EDGES)]
     nodes = tuple(
         tuple(term for term, (node, _) in zip(terms, EDGES, strict=True) if node == number) for number in (1, 2, 3)

@@ -111,11 +111,11 @@ def operation(name: str, channels: int, affine: bool = True, stride: int = 1) ->
 
 
 def without(names: Sequence[str], exclude: Sequence[str]) -> tuple[str, ...]:
-    """The candidates that are left. Raises InputError for a name that is not among them, or where none is left."""
+    """The candidates that are left. Raises InputError for a name that is not among them, or where none computes."""
     unknown = sorted(set(exclude) - set(names))
     if unknown:
         raise InputError(f"space.exclude: unknown operation {', '.join(unknown)}; expected some of {', '.join(names)}")
     left = tuple(name for name in names if name not in exclude)
-    if not left:
+    if not set(left) - {NOTHING}:
         raise InputError("space.exclude: no operation is left that leads from the input to the output")
     return left
