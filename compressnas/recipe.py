@@ -449,12 +449,22 @@ class Nasi(SearchData):
 
     kind: Literal["nasi"]
     steps: int = Field(default=100, ge=1, description="T, architectures that are drawn")
-    nu: Literal["adaptive", "fixed"] = Field(default="adaptive", description="how the constraint on the trace is set")
+    nu: Literal["adaptive", "fixed", "geometric"] = Field(
+        default="adaptive",
+        description="the largest trace that is allowed: the mean of nu_0 and the traces so far, nu_0, or the"
+        " geometric mean of all traces",
+    )
     nu_0: float | None = Field(
         default=1000.0, ge=0, description="where nu starts, or stays; null: the mean trace of `nu_samples` cells"
     )
     nu_samples: int = Field(default=50, ge=1)
     mu: float = Field(default=2.0, ge=0, le=LARGEST, description="penalty on a trace above nu")
+    checks: int = Field(
+        default=0,
+        ge=0,
+        description="decisions, from the largest alpha on: the first one with a trace up to nu is taken; 0: the very"
+        " first",
+    )
     tau: float = Field(default=1.0, gt=0, le=LARGEST, description="temperature of the Gumbel softmax")
     xi: float = Field(default=1.0, gt=0, le=LARGEST, description="length of the step from alpha = 0")
     parameterisation: Literal["standard", "ntk"] = Field(

@@ -158,8 +158,18 @@ class Graph(Part):
         return self
 
 
+class Checked(Part):
+    """A decision whose own trace norm was taken."""
+
+    cell: str | None = None
+    trace: Number = None
+
+
 class Search(Part):
-    """A cell that was found, and how. `traces` and `limits` are T and nu of each step, `table` a benchmark's row."""
+    """A cell that was found, and how. `traces` and `limits` are T and nu of each step, `table` a benchmark's row.
+
+    `checks` are decisions by falling alpha, up to the one that keeps to nu.
+    """
 
     space: str | None = None
     method: str | None = None
@@ -167,6 +177,7 @@ class Search(Part):
     choices: dict[str, Options] | None = None
     traces: list[Number] | None = None
     limits: list[Number] | None = None
+    checks: list[Checked] | None = None
     scores: list[Number] | None = None
     score_name: str | None = None
     graphs: dict[str, Graph] | None = None

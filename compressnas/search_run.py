@@ -137,7 +137,9 @@ def _nasi(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:
     batch = partial(search_batch, data, settings, work.seed)
     found = nasi_search(space, data.shape, len(data.classes), batch, settings, work)
     alpha = {name: one.tolist() for name, one in found.alpha.items()}
-    return Chosen(found.kept, {"alpha": alpha, "traces": list(found.traces), "limits": list(found.limits)})
+    checks = [{"cell": space.text(kept), "trace": trace} for kept, trace in found.checked]
+    facts = {"alpha": alpha, "traces": list(found.traces), "limits": list(found.limits), "checks": checks}
+    return Chosen(found.kept, facts)
 
 
 def _proxy(space: Space, data: DataSet, recipe: Recipe, work: Work) -> Chosen:

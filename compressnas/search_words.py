@@ -61,6 +61,7 @@ def story(search: Search) -> list[str]:
         said.append(f"NASI searched the space{space} at initialisation, before any training: the alphas start at zero "
                     "and climb the trace norm T of the cells that are drawn, as long as T is below nu. Of each choice, "
                     "what has the largest alpha is kept, unless nothing would come through such a cell.")  # fmt: skip
+        said += _checks(search)
     elif search.method == "proxy":
         score = f" (`{search.score_name}`)" if search.score_name else ""
         tried = f"{readable.counted(len(search.scores), 'cell')} of " if search.scores else ""
@@ -77,6 +78,18 @@ def story(search: Search) -> list[str]:
     if len(known(search)) > MAX_CHOICES:
         said.append(f"The alphas of {len(known(search)) - MAX_CHOICES} more choices are in result.json.")
     return said
+
+
+def _checks(search: Search) -> list[str]:
+    """What came of it where decisions were held to nu."""
+    limit, traces = (search.limits or [None])[-1], [one.trace for one in search.checks or []]
+    if limit is None or not traces or any(trace is None for trace in traces):
+        return []
+    taken = [trace for trace in traces if trace is not None]
+    tried = f"T of decisions themselves was taken by falling alpha, of {readable.counted(len(taken), 'cell')}"
+    if taken[-1] <= limit:
+        return [f"{tried}; the last is the first with T up to nu ({taken[-1]:.3g}, and nu is {limit:.3g}): it is kept."]
+    return [f"{tried}; each T is above nu ({limit:.3g}), and the cell with the smallest is kept ({min(taken):.3g})."]
 
 
 def footnotes(search: Search, points: int, measured: set[str], uncounted: list[str]) -> list[str]:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from compressnas.nasi.ntk import Scales, gradients, no_tracking, squares
-from compressnas.spaces.cell import Choice
-from compressnas.spaces.cell_module import total_of
+from compressnas.spaces.cell import Choice, Kept
+from compressnas.spaces.cell_module import Mix, total_of
 
 Candidates = Sequence[Callable[[], Tensor]]
 Values = dict[int, Tensor]  # candidate -> what it gives, of those that are drawn
@@ -90,7 +90,7 @@ def trace_gradient(
         T = || (1/B) sum_x grad_theta L_x ||^2 (NASI, equation 11), and choice -> (O,).
     """
     named = dict(network.named_parameters())
-    found = _drawn_gradients(network, images, labels, hot)
+    found = _gradients_along(network, images, labels, _DrawnPath(hot))
     trace = squares(found, scales)
     tangents = {name: (scales or {}).get(name, 1.0) * one for name, one in found.items()}
     _load_forward_mode()
@@ -106,14 +106,19 @@ def drawn_trace(
     network: nn.Module, images: Tensor, labels: Tensor, hot: Mapping[str, Tensor], scales: Scales | None = None
 ) -> float:
     """T of the drawn architecture alone; arguments as for `trace_gradient`."""
-    return squares(_drawn_gradients(network, images, labels, hot), scales)
+    return squares(_gradients_along(network, images, labels, _DrawnPath(hot)), scales)
 
 
-def _drawn_gradients(
-    network: nn.Module, images: Tensor, labels: Tensor, hot: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def decided_trace(
+    network: nn.Module, images: Tensor, labels: Tensor, kept: Kept, scales: Scales | None = None
+) -> float:
+    """T of the supernet with all but a decision masked; other arguments as for `trace_gradient`."""
+    return squares(_gradients_along(network, images, labels, kept), scales)
+
+
+def _gradients_along(network: nn.Module, images: Tensor, labels: Tensor, way: Mix | Kept) -> dict[str, Tensor]:
     with no_tracking(network):
-        loss = F.cross_entropy(network(images, way=_DrawnPath(hot)), labels)
+        loss = F.cross_entropy(network(images, way=way), labels)
     return gradients(loss, network)
 
 

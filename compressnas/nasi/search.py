@@ -2,15 +2,21 @@
 
 All steps are taken at alpha = 0. So T and dT/dalpha of a step depend neither on the steps before it nor on the
 constraint: they are recorded first, and put together by `ascent`.
+
+The penalty of equation 12 sees the cells that are drawn, not the one that is decided on, which is put together from the
+best of each choice: its trace may be far above nu. With `checks` the constraint of equation 7 is applied to decisions
+themselves: in the order of their alpha, the first one is taken whose own trace is at most nu.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from compressnas.nasi.gradient import drawn_trace, trace_gradient
+from compressnas.nasi.gradient import decided_trace, drawn_trace, trace_gradient
 from compressnas.nasi.gumbel import Drawn, draw
 from compressnas.nasi.ntk import Scales, finite, initialise
 from compressnas.recipe import Nasi
@@ -27,16 +33,19 @@ class Found:
     """What a search found.
 
     Attributes:
-        kept: the candidates with the largest alpha of each choice, of the cells that compute something.
+        kept: the candidates with the largest alpha of each choice, of the cells that compute something; with checks,
+            of those among them that keep to nu.
         alpha: choice -> (O,): alpha* = Delta, as it starts from 0.
         traces: T of each step.
         limits: nu of each step.
+        checked: the decisions whose own trace was taken, in order, and these traces.
     """
 
     kept: Kept
     alpha: Mapping[str, Tensor]
     traces: tuple[float, ...]
     limits: tuple[float, ...]
+    checked: tuple[tuple[Kept, float], ...] = ()
 
 
 def nasi_search(
@@ -53,17 +62,28 @@ def nasi_search(
     """
     space.best({c.name: torch.zeros(len(c.candidates)) for c in space.choices})  # there is a cell to be found
     network, scales = _initialised(space, shape, classes, settings, work)
-    nu_0 = settings.nu_0 if settings.nu_0 is not None else _mean_trace(network, scales, space, batch, settings, work)
-    traces, gradients = _recorded(network, scales, space, batch, settings, work)
-    limits = limits_of(traces, settings.nu, nu_0)
+    search = _Search(space, network, scales, batch, settings, work)
+    nu_0 = settings.nu_0
+    if nu_0 is None and settings.nu != "geometric":
+        nu_0 = search.mean_trace()
+    traces, gradients = search.recorded()
+    limits = limits_of(traces, settings.nu, nu_0 or 0.0)
     alpha = ascent(traces, gradients, limits, settings.mu, settings.xi)
-    return Found(space.best(alpha), alpha, tuple(traces), tuple(limits))
+    checked = search.checked(alpha, limits[-1])
+    return Found(decided(space, alpha, limits[-1], checked), alpha, tuple(traces), tuple(limits), checked)
 
 
 def limits_of(traces: Sequence[float], nu: str, nu_0: float) -> list[float]:
-    """nu of each step: `fixed`, or `adaptive`, the mean of nu_0 and the traces before it (equation 40)."""
+    """nu of each step: `fixed`; `adaptive`, the mean of nu_0 and the traces before it (equation 40); or `geometric`.
+
+    The geometric mean is that of all traces above 0, the same one for all steps: traces spread over decades, and a mean
+    of them says little more than what the largest is.
+    """
     if nu == "fixed":
         return [nu_0] * len(traces)
+    if nu == "geometric":
+        logs = [math.log(trace) for trace in traces if trace > 0]
+        return [math.exp(sum(logs) / len(logs)) if logs else 0.0] * len(traces)
     return [(nu_0 + sum(traces[:step])) / (step + 1) for step in range(len(traces))]
 
 
@@ -89,6 +109,16 @@ def ascent(
     return {name: (weights[:, None] * one).sum(0) for name, one in steps.items()}
 
 
+def decided(space: Space, alpha: Mapping[str, Tensor], nu: float, checked: Sequence[tuple[Kept, float]] = ()) -> Kept:
+    """The decision with the largest alpha; where some were checked, the first of those with a trace up to nu.
+
+    If none has, the one with the smallest trace.
+    """
+    if not checked:
+        return space.best(alpha)
+    return next((kept for kept, trace in checked if trace <= nu), min(checked, key=lambda one: one[1])[0])
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -102,45 +132,75 @@ def _initialised(
     return channels_last(network.train().to(work.device)), scales
 
 
-def _recorded(
-    network: nn.Module, scales: Scales, space: Space, batch: Batch, settings: Nasi, work: Work
-) -> tuple[list[float], dict[str, Tensor]]:
-    """T of each step, and choice -> (T, O) dT/dalpha."""
-    state = work.load(STAGE) or {"traces": [], "gradients": {c.name: [] for c in space.choices}}
-    traces, gradients = state["traces"], state["gradients"]
-    with work.progress.stage(STAGE, settings.steps) as bar:
-        bar(len(traces))
-        for step in range(len(traces), settings.steps):
-            drawn = _draw(space, settings.tau, stage_seed(work.seed, f"{STAGE} {step}"), work.device)
-            hot = {name: one.hot for name, one in drawn.items()}
-            trace, by_weight = trace_gradient(network, *_on(work, batch(step)), hot, scales)
-            traces.append(finite(trace, f"{STAGE}, step {step + 1}"))
-            for name, one in by_weight.items():
-                gradients[name].append(drawn[name].gradient(one).cpu())
-            bar(1, trace=f"{trace:.3g}")
-            if (step + 1) % SAVE_EVERY == 0 or step + 1 == settings.steps:
-                work.save(STAGE, {"traces": traces, "gradients": gradients})
-    return traces[: settings.steps], {name: torch.stack(one[: settings.steps]) for name, one in gradients.items()}
+@dataclass(frozen=True)
+class _Search:
+    """What the traces of a search are taken of.
 
+    Attributes:
+        network: the supernet with theta_0.
+    """
 
-def _draw(space: Space, tau: float, seed: int, device: torch.device) -> dict[str, Drawn]:
-    """One architecture of p_alpha at alpha = 0."""
-    generator = torch.Generator().manual_seed(seed)
-    return {c.name: draw(torch.zeros(len(c.candidates)), c.keep, tau, generator, device) for c in space.choices}
+    space: Space
+    network: nn.Module
+    scales: Scales
+    batch: Batch
+    settings: Nasi
+    work: Work
 
+    def recorded(self) -> tuple[list[float], dict[str, Tensor]]:
+        """T of each step, and choice -> (T, O) dT/dalpha."""
+        steps, work = self.settings.steps, self.work
+        state = work.load(STAGE) or {"traces": [], "gradients": {c.name: [] for c in self.space.choices}}
+        traces, gradients = state["traces"], state["gradients"]
+        with work.progress.stage(STAGE, steps) as bar:
+            bar(len(traces))
+            for step in range(len(traces), steps):
+                drawn = self._draw(str(step))
+                hot = {name: one.hot for name, one in drawn.items()}
+                trace, by_weight = trace_gradient(self.network, *self._images(step), hot, self.scales)
+                traces.append(finite(trace, f"{STAGE}, step {step + 1}"))
+                for name, one in by_weight.items():
+                    gradients[name].append(drawn[name].gradient(one).cpu())
+                bar(1, trace=f"{trace:.3g}")
+                if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+                    work.save(STAGE, {"traces": traces, "gradients": gradients})
+        return traces[:steps], {name: torch.stack(one[:steps]) for name, one in gradients.items()}
 
-def _mean_trace(network: nn.Module, scales: Scales, space: Space, batch: Batch, settings: Nasi, work: Work) -> float:
-    """The mean T of some drawn architectures (equation 39)."""
-    total = 0.0
-    with work.progress.stage(f"{STAGE}, nu", settings.nu_samples) as bar:
-        for number in range(settings.nu_samples):
-            drawn = _draw(space, settings.tau, stage_seed(work.seed, f"{STAGE} nu {number}"), work.device)
-            hot = {name: one.hot for name, one in drawn.items()}
-            trace = drawn_trace(network, *_on(work, batch(number)), hot, scales)
-            total += finite(trace, f"{STAGE}, architecture {number + 1} for nu")
-            bar(1, trace=f"{trace:.3g}")
-    return total / settings.nu_samples
+    def mean_trace(self) -> float:
+        """The mean T of some drawn architectures (equation 39)."""
+        total, samples = 0.0, self.settings.nu_samples
+        with self.work.progress.stage(f"{STAGE}, nu", samples) as bar:
+            for number in range(samples):
+                hot = {name: one.hot for name, one in self._draw(f"nu {number}").items()}
+                trace = drawn_trace(self.network, *self._images(number), hot, self.scales)
+                total += finite(trace, f"{STAGE}, architecture {number + 1} for nu")
+                bar(1, trace=f"{trace:.3g}")
+        return total / samples
 
+    def checked(self, alpha: Mapping[str, Tensor], nu: float) -> tuple[tuple[Kept, float], ...]:
+        """Decisions by falling alpha and their traces, up to the first one that keeps to nu; on the same images."""
+        if self.settings.checks == 0:
+            return ()
+        images, checked = self._images(self.settings.steps), list[tuple[Kept, float]]()  # images that no step has seen
+        with self.work.progress.stage(f"{STAGE}, checks", self.settings.checks) as bar:
+            for kept in itertools.islice(self.space.ranked(alpha), self.settings.checks):
+                trace = decided_trace(self.network, *images, kept, self.scales)
+                checked.append((kept, finite(trace, f"{STAGE}, check {len(checked) + 1}")))
+                bar(1, trace=f"{trace:.3g}")
+                if trace <= nu:
+                    break
+        return tuple(checked)
 
-def _on(work: Work, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch[0].to(work.device, memory_format=torch.channels_last), batch[1].to(work.device)
+    def _draw(self, name: str) -> dict[str, Drawn]:
+        """One architecture of p_alpha at alpha = 0."""
+        seed = stage_seed(self.work.seed, f"{STAGE} {name}")
+        generator = torch.Generator().manual_seed(seed)
+        tau, device = self.settings.tau, self.work.device
+        return {
+            c.name: draw(torch.zeros(len(c.candidates)), c.keep, tau, generator, device) for c in self.space.choices
+        }
+
+    def _images(self, step: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.batch(step)
+        device = self.work.device
+        return images.to(device, memory_format=torch.channels_last), labels.to(device)

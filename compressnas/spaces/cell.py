@@ -9,7 +9,9 @@ A search may draw less than a decision says: in DARTS's space a node of the supe
 derived cell, which take their candidates, ranks and weights from that one. See `Cell.mixed` and `Term.drawn`.
 """
 
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -204,21 +206,54 @@ class Space:
         return all(cell.used(kept) for cell in self.cells.values())
 
     def best(self, alpha: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The decision with the largest logits, of those that compute something.
-
-        Args:
-            alpha: choice that is drawn -> (O,).
+        """The decision with the largest logits, of those that compute something: the first one of `ranked`.
 
         Raises:
             InputError: no decision computes anything.
         """
-        first = {c.name: c.best(alpha[c.logits]) for c in self.decisions}
-        if self.connected(first):
-            return first
-        connected = [kept for kept in self.all() if self.connected(kept)]
-        if not connected:
-            raise InputError(f"space {self.name}: no cell has a path from its input to its output")
-        return max(connected, key=lambda k: sum(float(alpha[c.logits][list(k[c.name])].sum()) for c in self.decisions))
+        for kept in self.ranked(alpha):
+            return kept
+        raise InputError(f"space {self.name}: no cell has a path from its input to its output")
+
+    def ranked(self, alpha: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, ...]]]:
+        """The decisions that compute something, by falling sum of the logits of what stays.
+
+        Those are found one after the other, so that the first ones of a large space cost little. Of equal sums the one
+        with the first candidates comes first.
+
+        Args:
+            alpha: choice that is drawn -> (O,).
+        """
+        options = [self._options(choice, alpha[choice.name]) for choice in self.choices]
+        first = (0,) * len(options)
+        heap, met = [(0.0, first)], {first}
+        while heap:
+            _, at = heapq.heappop(heap)
+            kept = {name: some for ways, i in zip(options, at, strict=True) for name, some in ways[i][1].items()}
+            if self.connected(kept):
+                yield {choice.name: kept[choice.name] for choice in self.decisions}
+            for which, ways in enumerate(options):
+                after = (*at[:which], at[which] + 1, *at[which + 1 :])
+                if after[which] < len(ways) and after not in met:
+                    met.add(after)
+                    heapq.heappush(heap, (sum(ways[i][0] for ways, i in zip(options, after, strict=True)), after))
+
+    def _options(self, drawn: Choice, alpha: Tensor) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
+        """What the decisions that share some logits may say: how far its sum is from the largest, and it; best first.
+
+        Args:
+            alpha: (O,).
+        """
+        sharing = [choice for choice in self.decisions if choice.logits == drawn.name]
+        count = min(len(alpha), max((choice.rank + choice.keep for choice in sharing), default=0))
+        values = alpha.double()
+        ways = []
+        for some in itertools.combinations(range(len(alpha)), count):
+            only = torch.full_like(values, -math.inf)
+            only[list(some)] = values[list(some)]
+            ways.append((float(values[list(some)].sum()), {choice.name: choice.best(only) for choice in sharing}))
+        ways.sort(key=lambda way: -way[0])  # stable
+        return [(ways[0][0] - total, kept) for total, kept in ways]
 
     def slim(self, kept: Kept, **origin: str | int | float | bool | None) -> SlimArch:
         """The decision, to write down."""

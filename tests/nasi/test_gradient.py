@@ -8,10 +8,12 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from compressnas.nasi.gradient import drawn_trace, trace_gradient
+from compressnas.nasi.gradient import decided_trace, drawn_trace, trace_gradient
 from compressnas.nasi.gumbel import draw
-from compressnas.nasi.ntk import freeze_statistics, initialise
-from compressnas.spaces.cell import Cell, Choice, Term
+from compressnas.nasi.ntk import batch_gradient, freeze_statistics, initialise
+from compressnas.nasi.proxies import random_cells
+from compressnas.spaces import SPACES
+from compressnas.spaces.cell import Cell, Choice, Term, take_weights
 from compressnas.spaces.cell_module import CellModule, Mix
 from compressnas.spaces.nasbench201 import NAMES, nasbench201
 from compressnas.spaces.operations import operation
@@ -233,3 +235,21 @@ def test_only_the_drawn_path_is_in_the_trace() -> None:
     images, labels = batch()
     expected = reference.squared_batch_gradient(derived, images, labels, {})
     assert drawn_trace(network, images, labels, edges(*names), scales) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["nasbench201", "darts", "nasbench1shot1"])
+def test_the_trace_of_a_decision_is_that_of_its_derived_network(name: str) -> None:
+    """All else masked in the supernet, against the derived network with the same weights, batch norms in training."""
+    sizes = {"nasbench201": {"cells": 1, "width": 2}, "darts": {"cells": 3, "width": 2}}
+    space = SPACES[name](**sizes.get(name, {"space": "S1", "cells": 1, "width": 2}))
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 2, 1])
+    supernet = space.supernet(None, (3, 8, 8), CLASSES)
+    initialise(supernet, "standard", generator)
+    supernet = supernet.double().train()
+    for kept in random_cells(space, 3, generator):
+        derived = space.supernet(kept, (3, 8, 8), CLASSES).double().train()
+        take_weights(derived, supernet)
+        expected = batch_gradient(derived, images, labels)
+        assert decided_trace(supernet, images, labels, kept) == pytest.approx(expected, rel=1e-10)

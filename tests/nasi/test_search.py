@@ -1,5 +1,6 @@
 """NASI's Algorithm 1: how steps are put together, what is drawn, what is found, resume."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,30 @@ def test_first_steps_without_a_gradient_are_passed_over() -> None:
 def test_limits() -> None:
     assert limits_of([1.0, 2.0, 6.0], "fixed", 5.0) == [5.0, 5.0, 5.0]
     assert limits_of([1.0, 2.0, 6.0], "adaptive", 5.0) == [5.0, 3.0, 8 / 3]  # equation 40
+
+
+def test_geometric_limits_pass_over_traces_of_zero() -> None:
+    assert limits_of([4.0, 0.0, 9.0], "geometric", 5.0) == pytest.approx([6.0, 6.0, 6.0])
+    assert limits_of([0.0, 0.0], "geometric", 5.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mu", [0.0, 2.0])
+def test_checked_decisions_keep_to_nu(mu: float) -> None:
+    """By falling alpha, each with the trace of the network that is derived from it; the last one is kept."""
+    unchecked = found(SMALL, steps=4, mu=mu, nu="geometric")
+    limit = unchecked.limits[-1]
+    result = found(SMALL, steps=4, mu=mu, nu="geometric", checks=10_000)
+    decisions = [kept for kept, _ in result.checked]
+    assert decisions == list(itertools.islice(SMALL.ranked(unchecked.alpha), len(decisions)))
+    assert [trace <= limit for _, trace in result.checked] == [False] * (len(decisions) - 1) + [True]
+    assert result.kept == decisions[-1]
+    assert result.limits == unchecked.limits and result.traces == unchecked.traces
+
+
+def test_where_no_checked_decision_keeps_to_nu_the_smallest_trace_is_taken() -> None:
+    result = found(SMALL, steps=2, nu="fixed", nu_0=0.0, checks=7)
+    assert len(result.checked) == 7
+    assert result.kept == min(result.checked, key=lambda one: one[1])[0]
 
 
 def test_the_same_seed_finds_the_same(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """All spaces: what a decision builds is the supernet with the rest masked; terms, ranks, mixtures, weights, ONNX."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,34 @@ def test_the_best_decision_has_the_largest_logits(name: str) -> None:
     for choice in space.choices:
         taken = sorted({i for c in space.decisions if c.logits == choice.name for i in kept[c.name]})
         assert taken == sorted(alpha[choice.name].topk(len(taken)).indices.tolist())
+
+
+def test_ranked_is_every_decision_in_order() -> None:
+    """Against sorting all of them; `none` is a candidate, so that some compute nothing."""
+    space = SPACES["nasbench201"](exclude=["avg_pool_3x3"])
+    alpha = logits(space, 5)
+    sums = {space.text(kept): total_alpha(space, alpha, kept) for kept in space.all() if space.connected(kept)}
+    ranked = [space.text(kept) for kept in space.ranked(alpha)]
+    assert sorted(ranked) == sorted(sums)  # each once
+    values = [sums[text] for text in ranked]
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(values))
+
+
+def test_ranked_gives_the_first_ones_of_a_large_space_at_once() -> None:
+    space = tiny("darts")
+    alpha = logits(space, 6)
+    first = list(itertools.islice(space.ranked(alpha), 50))
+    assert len({space.text(kept) for kept in first}) == len({str(kept) for kept in first}) == 50
+    values = [total_alpha(space, alpha, kept) for kept in first]
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(values))
+    for kept in first:
+        for choice in space.choices:  # the two terms of a node never take the same
+            taken = [i for c in space.decisions if c.logits == choice.name for i in kept[c.name]]
+            assert len(set(taken)) == len(taken)
+
+
+def total_alpha(space: Space, alpha: Mapping[str, Tensor], kept: Kept) -> float:
+    return sum(float(alpha[c.logits].double()[list(kept[c.name])].sum()) for c in space.decisions)
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if "darts" not in name])
